@@ -7,6 +7,8 @@ import torch
 
 from vllm_magicdec.policies.base import Engine, Limits
 from vllm_magicdec.views.round import Batch
+from vllm_magicdec.views.selections import Selections
+from vllm_magicdec.views.slots import DraftSlots
 
 CPU = torch.device("cpu")
 
@@ -27,16 +29,16 @@ def make_batch(req_ids, block_table, context_lens) -> Batch:
 
 
 def make_engine(
-    *,
     page_size: int,
     model_len: int,
     num_steps: int,
-    num_layers: int,
-    num_kv_heads: int,
-    group: int = 1,
-    head_size: int,
     num_blocks: int,
     max_num_reqs: int,
+    *,
+    num_layers: int = 1,
+    num_kv_heads: int = 1,
+    group: int = 1,
+    head_size: int = 8,
     device: torch.device = CPU,
     observe=None,
     switch_attention=lambda recorder=None, *, layer_pages=False: (),
@@ -71,3 +73,13 @@ def steps_of_view(round_view, num_steps: int) -> Iterator:
     """The input of every step of a round in the layers of one view, each valid until the next one."""
     for index in range(num_steps):
         yield round_view.step(index)
+
+
+def make_slots(page_size, max_num_reqs, max_num_steps, max_model_len, device=CPU) -> DraftSlots:
+    sizes = {"max_num_reqs": max_num_reqs, "max_num_steps": max_num_steps, "max_model_len": max_model_len}
+    return DraftSlots(page_size=page_size, device=device, **sizes)
+
+
+def make_selections(num_layers, num_heads, max_num_reqs, max_selected, device=CPU) -> Selections:
+    sizes = {"num_layers": num_layers, "num_heads": num_heads, "max_num_reqs": max_num_reqs}
+    return Selections(max_selected=max_selected, device=device, **sizes)

@@ -8,7 +8,6 @@ from greedy import GREEDY
 
 WHOLE_LEN = 2048  # tokens; no prompt with its answer is longer
 SCHEDULES = {
-    "whole prompts": {"max_num_batched_tokens": WHOLE_LEN},
     "chunked prefill": {"max_num_batched_tokens": 256},
     # 80 pages hold the longest request and little else.
     "preemption": {"num_gpu_blocks_override": 80, "max_num_batched_tokens": WHOLE_LEN, "max_num_seqs": 24},
@@ -24,7 +23,6 @@ V2_ENGINE = {
     "num_gpu_blocks_override": 257,
 }
 V2_SCHEDULES = {
-    "whole prompts": {},
     "chunked prefill": {"max_num_batched_tokens": 64},
     # The longest prompt with its answer, and little else.
     "preemption": {"num_gpu_blocks_override": 24, "max_model_len": 640},

@@ -34,7 +34,7 @@ def run_engine(spec: dict[str, Any]) -> dict[str, Any]:
         # As on a GPU.
         engine_config.host_lacks_latest_tokens = lambda config: config.use_v2_model_runner
     llm = LLM(**spec["engine"])
-    results = [getattr(scenarios, step["scenario"])(llm, **step["arguments"]) for step in spec["steps"]]
+    results = [scenarios.run(llm, step["scenario"], step["arguments"]) for step in spec["steps"]]
     metrics = scenarios.metrics_of(llm)
     config = llm.llm_engine.vllm_config
     run = {

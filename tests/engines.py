@@ -133,12 +133,7 @@ def own_cores() -> list[int]:
 
 
 class EngineProcess:
-    """A process that runs engines one after the other; see engine_process.py.
-
-    Args:
-        env: Its environment.
-        cores: Cores that it may run on; (): those of this process.
-    """
+    """A process that runs engines one after the other; see engine_process.py."""
 
     def __init__(self, env: Mapping[str, str], cores: Sequence[int] = ()) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="engines-")
@@ -210,17 +205,10 @@ def run(
     time_limit_s: float = TIME_LIMIT_S,
     **engine: Any,
 ) -> EngineRun:
-    """Start an engine, run scenarios of scenarios.py in order, and end it.
+    """Start an engine with arguments of `LLM`, run scenarios of scenarios.py in order, and end it.
 
-    Args:
-        steps: Names and arguments of scenarios.
-        v2: Use vLLM's V2 model runner.
-        strict: Raise on a failure inside drafting.
-        env: Additional environment variables.
-        own_process: Start a new process with separate processes for engine core and workers, as users
-            do. Otherwise the whole engine runs in one process, which earlier engines may have used.
-        time_limit_s: Limit for the whole run, far above the time on a slow machine.
-        engine: Arguments of `LLM`.
+    If `strict`, a failure inside drafting raises. With `own_process`, engine core and workers have separate
+    processes, as users have them; otherwise one process has it all, which earlier engines may have used.
     """
     engine = {
         "model": str(MODEL),
@@ -278,10 +266,7 @@ def tokens_of(batch: list[dict[str, Any]]) -> list[list[int]]:
 def max_logprob_gap(prompts: list[list[int]], answers: list[dict[str, Any]], **engine: Any) -> float:
     """Return the largest gap between the logprobs of vLLM's best token and the generated one, in nats.
 
-    Args:
-        prompts: Token ids.
-        answers: Results of `scenarios.generate` for them.
-        engine: Settings of the scoring engine, which has vLLM's attention and no speculation.
+    An engine with these settings scores them, which has vLLM's attention and no speculation.
     """
     answered = zip(prompts, tokens_of(answers), strict=True)
     texts = [{"prompt": prompt, "tokens": tokens} for prompt, tokens in answered]

@@ -11,13 +11,7 @@ MAX_ROUNDING_SHARE = 0.01
 
 
 def assert_same_tokens(plain: list[dict[str, Any]], speculative: list[dict[str, Any]], what: str) -> None:
-    """Assert that every request's tokens equal plain decoding's up to rounding.
-
-    Args:
-        plain: A batch of `scenarios.generate` with `logprobs=2`.
-        speculative: The same requests with speculation.
-        what: The configuration, for the message.
-    """
+    """Assert that every request's tokens equal plain decoding's (with `logprobs=2`) up to rounding."""
     assert len(plain) == len(speculative)
     rounded = []
     for index, (expected, got) in enumerate(zip(plain, speculative, strict=True)):

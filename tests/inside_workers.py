@@ -22,25 +22,6 @@ def latest_selection(worker: Any) -> dict[str, Any]:
     }
 
 
-def note_speculative_steps(worker: Any) -> None:
-    """Count the calls of the V1 runner's rejection sampler."""
-    sampler = worker.model_runner.rejection_sampler
-    if worker.vllm_config.use_v2_model_runner:
-        sampler.num_calls = None
-        return
-    sampler.num_calls, forward = 0, type(sampler).forward
-
-    def forward_and_count(*args, **kwargs):
-        sampler.num_calls += 1
-        return forward(sampler, *args, **kwargs)
-
-    sampler.forward = forward_and_count
-
-
-def noted_speculative_steps(worker: Any) -> int | None:
-    return worker.model_runner.rejection_sampler.num_calls
-
-
 def look_up_at_random(worker: Any, seed: int) -> None:
     from vllm_magicdec.drafting.loops import Wide
     from vllm_magicdec.lookup.continuation import Continuation
@@ -190,12 +171,11 @@ def draft_twice(worker: Any) -> None:
         for index, own in enumerate(zip(*one_by_one, strict=True)):
             if batch.is_prefilling[index]:
                 continue
-            used = min(num_steps, runner.max_model_len - int(batch.context_lens[index]))
-            if not is_staged:
-                used = drafts.num_passes
-            elif not is_v2:
-                assert made[index]
-                used = min(used, len(made[index]))  # passes that gain too little are left out
+            used = drafts.num_passes
+            if is_staged:  # passes that gain too little are left out
+                room = runner.max_model_len - int(batch.context_lens[index])
+                used = min(num_steps, room, len(made[index]))
+                assert used
             same = [*map(int, made[index][:used])] == list(own[:used])
             compared.update(drafts=used, rounds=1, different=not same)
             compared.update(passes=0 if is_staged else drafts.num_passes)
@@ -256,45 +236,62 @@ def noted_saves(worker: Any) -> tuple[int, list[int]]:
 
 
 def watch_draft_cache(worker: Any) -> None:
-    import numpy as np
-    import torch
+    """Compare a draft model's KV cache with the target's in every round from now on.
 
-    from vllm_magicdec.attention.rows import KVRows
-
+    The target itself must be the draft model, with views of the whole context. Counts the tokens compared,
+    the largest difference, the most catch-up tokens of a round, and the most tokens that the cache lacks.
+    """
     proposer = draft_of(worker)
-    cache, layers = proposer._cache, worker.model_runner.compilation_config.static_forward_context
-    seen = worker._draft_cache = {"tokens": 0, "difference": 0.0, "rounds": 0, "catch_up": 0, "lag": 0}
+    cache, is_v2 = proposer._cache, worker.vllm_config.use_v2_model_runner
+    seen = worker._draft_cache = {"tokens": 0, "difference": 0.0, "catch_up": 0, "lag": 0}
     catch_up = cache.catch_up
-
-    def rows_of(name: str) -> Any:
-        layer = layers[name]
-        isa = getattr(layer.impl, "isa", None) or getattr(layer, "isa", None)
-        return KVRows.of(layer.kv_cache, layer.get_attn_backend().get_name(), isa)
-
-    is_v2 = worker.vllm_config.use_v2_model_runner
     names = sorted(proposer.draft_attn_layer_names if is_v2 else proposer._draft_attn_layer_names)
+    pairs = [(name, name.removeprefix("draft_model.")) for name in names]
 
     def catch_up_and_compare(batch: Any, num_steps: int, **options: Any) -> None:
         catch_up(batch, num_steps, **options)
         waiting, lacking = cache._waiting, cache._lacking[cache._rows]
         seen["catch_up"] = max(seen["catch_up"], 0 if waiting is None else int(waiting.sum()))
         seen["lag"] = max(seen["lag"], int(lacking.max()))
-        seen["rounds"] += 1
         ends = (batch.context_lens.numpy() - lacking).clip(min=0).tolist()
-        for of_request, end in zip(batch.block_tables[0].numpy(), ends, strict=True):
-            if not end:
-                continue
-            page, within = np.divmod(np.arange(end), cache._page_size)
-            slots = torch.from_numpy(of_request[page].astype(np.int64) * cache._page_size + within)
-            for name in names:
-                caches = [rows_of(name), rows_of(name.removeprefix("draft_model."))]
-                by_head = slots.expand(caches[0].num_kv_heads, -1)
-                for part in ("keys", "values"):
-                    own, theirs = (getattr(rows, part).gather(by_head) for rows in caches)
-                    seen["difference"] = max(seen["difference"], float((own - theirs).abs().max()))
-            seen["tokens"] += end
+        compare_caches(worker, seen, pairs, batch.block_tables[0].numpy(), ends)
 
     cache.catch_up = catch_up_and_compare
+
+
+def compare_caches(worker: Any, seen: dict[str, Any], pairs: Any, tables: Any, ends: list[int]) -> None:
+    """Compare the keys and values of requests' first tokens in pairs of layers.
+
+    Args:
+        worker: of the layers.
+        seen: counts, which are updated.
+        pairs: names of a draft's layer and of the target's.
+        tables: [num_reqs, n] pages.
+        ends: of each request, the number of tokens.
+    """
+    import numpy as np
+    import torch
+
+    from vllm_magicdec.attention.rows import KVRows
+
+    layers = worker.vllm_config.compilation_config.static_forward_context
+
+    def rows_of(name: str) -> Any:
+        layer = layers[name]
+        isa = getattr(layer.impl, "isa", None) or getattr(layer, "isa", None)
+        return KVRows.of(layer.kv_cache, layer.get_attn_backend().get_name(), isa)
+
+    size = worker.vllm_config.cache_config.block_size
+    for table, end in zip(tables, ends, strict=True):
+        page, within = np.divmod(np.arange(end), size)
+        slots = torch.from_numpy(table[page].astype(np.int64) * size + within)
+        for both in (map(rows_of, pair) for pair in pairs if end):
+            own, theirs = both
+            by_head = slots.expand(own.num_kv_heads, -1)
+            for part in ("keys", "values"):
+                one, other = (getattr(rows, part).gather(by_head) for rows in (own, theirs))
+                seen["difference"] = max(seen["difference"], float((one - other).abs().max()))
+        seen["tokens"] += end
 
 
 def read_prompts_late(worker: Any) -> None:

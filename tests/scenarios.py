@@ -1,18 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scenarios that tests run in an engine, by name; see `engine_process.run_engine`.
+"""Scenarios that tests run in an engine, by name; see `run`.
 
 Scenarios patch the engine for the rest of its life. Functions that run inside workers are in
-inside_workers.py, adaptive_verification.py, recorded_graphs.py and spire_scenarios.py.
+inside_workers.py and spire_scenarios.py.
 """
 
 import functools
+import importlib
 import os
 import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import inside_workers
+# `generate` after functions of the workers, with their arguments.
+GENERATE_AFTER: dict[str, list[tuple[Any, ...]]] = {
+    "generate_with_broken_drafting": [("break_drafting",)],
+    "generate_with_broken_memory": [("break_memory",)],
+    "generate_with_broken_acceptance": [("believe_in_uniform_drafts",)],
+    "generate_with_waiting_drafts": [("wait_in_drafts",)],
+    "generate_with_late_prompts": [("read_prompts_late",)],
+    # Only drafts with a high expected acceptance are verified.
+    "generate_with_cut_drafts": [("look_up_at_random", 0), ("cut_drafts", 0.5)],
+    "generate_without_unlikely_drafts": [("look_up_at_random", 0), ("leave_unlikely_out", 0.5)],
+    # One pass per round, after which lookups are verified unchecked.
+    "generate_with_unchecked_ends": [("look_up_at_random", 0), ("cut_drafts", 0.0, 1e9)],
+}
+
+
+def run(llm: Any, name: str, arguments: dict[str, Any]) -> Any:
+    """Run a scenario of this module or of `GENERATE_AFTER`.
+
+    Other names are functions of the workers, of which the first one's result is returned.
+    """
+    if name in globals():
+        return globals()[name](llm, **arguments)
+    for function, *given in GENERATE_AFTER.get(name, []):
+        in_workers(llm, function, *given)
+    return generate(llm, **arguments) if name in GENERATE_AFTER else in_workers(llm, name, **arguments)[0]
+
+
+def in_workers(llm: Any, name: str, *args: Any, **kwargs: Any) -> list[Any]:
+    """Return each worker's result of a function of inside_workers.py or spire_scenarios.py."""
+    modules = map(importlib.import_module, ("inside_workers", "spire_scenarios"))
+    function = next(getattr(module, name) for module in modules if hasattr(module, name))
+    return llm.collective_rpc(function, args=args, kwargs=kwargs)
 
 
 def generate(llm: Any, batches: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -61,88 +93,18 @@ def generate_without_asking_for_drafts(llm: Any, batches: list[dict[str, Any]]) 
     return generate(llm, batches)
 
 
-def generate_with_broken_drafting(llm: Any, batches: list[dict[str, Any]]) -> Any:
-    """`generate` with a policy that raises."""
-    llm.collective_rpc(inside_workers.break_drafting)
-    return generate(llm, batches)
-
-
 def generate_and_note_inputs(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
     """`generate`; also returns names and addresses of the inputs of every forward pass of the target."""
-    llm.collective_rpc(inside_workers.note_inputs)
-    return {"batches": generate(llm, batches), "inputs": llm.collective_rpc(inside_workers.noted_inputs)[0]}
+    in_workers(llm, "note_inputs")
+    return {"batches": generate(llm, batches), "inputs": in_workers(llm, "noted_inputs")[0]}
 
 
 def generate_and_note_saves(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
     """`generate`; also counts the steps that a KV connector saw, and its saves of each layer."""
-    llm.collective_rpc(inside_workers.note_saves)
+    in_workers(llm, "note_saves")
     results = generate(llm, batches)
-    steps, saves = llm.collective_rpc(inside_workers.noted_saves)[0]
+    steps, saves = in_workers(llm, "noted_saves")[0]
     return {"batches": results, "steps": steps, "saves": saves}
-
-
-def generate_with_broken_acceptance(llm: Any, batches: list[dict[str, Any]]) -> Any:
-    """`generate`; drafts sampled from q are verified as if they had been sampled uniformly."""
-    llm.collective_rpc(inside_workers.believe_in_uniform_drafts)
-    return generate(llm, batches)
-
-
-def generate_with_random_choices(llm: Any, batches: list[dict[str, Any]], seed: int) -> Any:
-    """`generate` while the controller of `auto` chooses at random, with lookups also its thresholds.
-
-    The engine core must be in this process.
-    """
-    from vllm_magicdec.adaptive.draft_plan import NUM_BUCKETS, DraftPlan
-    from vllm_magicdec.adaptive.lookup_value import LookupValue
-    from vllm_magicdec.adaptive.value import PLAIN, Choice
-
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    controller = scheduler._controller
-    rng, chosen, is_plain = random.Random(seed), [], []
-    lengths = [choice.drafts for choice in controller.value.choices]
-    with_lookups = isinstance(controller.value, LookupValue)
-    schedule = type(scheduler).schedule
-
-    def choose(*_: Any, **__: Any) -> Choice:
-        # Often 0, so that several steps in a row have no drafts.
-        if with_lookups:
-            drafts = Choice(lengths[-1], lookups_alone=rng.random() < 0.25)
-            chosen.append(rng.choice([PLAIN, drafts]))
-        else:
-            most = rng.choice([0, rng.randint(0, scheduler.num_spec_tokens)])
-            # The controller follows the acceptance of its own lengths only.
-            chosen.append(Choice(max(n for n in lengths if n <= most)))
-        return chosen[-1]
-
-    def plan(choice: Choice) -> DraftPlan:
-        def thresholds() -> tuple[float, float, float]:
-            min_expected_accepted = rng.choice([0.0, 2.0, 8.0, float("inf")])
-            return rng.uniform(0.0, 0.9), rng.uniform(0.0, 4.0), min_expected_accepted
-
-        drafts, alone = choice
-        buckets = range(rng.choice([0, NUM_BUCKETS]))
-        by_bucket = [DraftPlan(drafts, *thresholds(), lookups_alone=alone) for _ in buckets]
-        return DraftPlan(drafts, *thresholds(), by_bucket, alone)
-
-    def schedule_and_note(*args: Any, **kwargs: Any) -> Any:
-        output = schedule(scheduler, *args, **kwargs)
-        if output.num_scheduled_tokens:
-            is_plain.append(not (output.scheduled_spec_decode_tokens or output.num_spec_tokens_to_schedule))
-        return output
-
-    controller.choose = choose
-    if with_lookups:
-        controller.plan = plan
-    scheduler.schedule = schedule_and_note
-    llm.collective_rpc(inside_workers.note_speculative_steps)
-    results = generate(llm, batches)
-    return {
-        "plain_steps": sum(is_plain),
-        "speculative_steps": len(is_plain) - sum(is_plain),
-        "sampled_as_speculative": llm.collective_rpc(inside_workers.noted_speculative_steps)[0],
-        "lengths": sorted({choice.drafts for choice in chosen}),
-        "batches": results,
-    }
 
 
 def generate_with_random_schedule(llm: Any, batches: list[dict[str, Any]], seed: int) -> dict[str, Any]:
@@ -178,46 +140,14 @@ def generate_with_random_schedule(llm: Any, batches: list[dict[str, Any]], seed:
     scheduler._observe = lambda *_: None
     scheduler.schedule = schedule_and_count
     if spec.draft_lookup == "on":
-        llm.collective_rpc(inside_workers.look_up_at_random, args=(seed,))
+        in_workers(llm, "look_up_at_random", seed)
     results = generate(llm, batches)
     return {"batches": results, "planned": sorted(set(planned)), "gammas": gammas}
 
 
 def generate_with_random_lookups(llm: Any, batches: list[dict[str, Any]], seed: int = 0) -> Any:
     """`generate` with lookups of random length, in which any token may be replaced."""
-    llm.collective_rpc(inside_workers.look_up_at_random, args=(seed,))
-    return generate(llm, batches)
-
-
-def generate_with_cut_drafts(llm: Any, batches: list[dict[str, Any]]) -> Any:
-    """`generate` with random lookups; only drafts with a high expected acceptance are verified."""
-    llm.collective_rpc(inside_workers.look_up_at_random, args=(0,))
-    llm.collective_rpc(inside_workers.cut_drafts, args=(0.5,))
-    return generate(llm, batches)
-
-
-def generate_without_unlikely_drafts(llm: Any, batches: list[dict[str, Any]]) -> Any:
-    """`generate` with random lookups and a fixed number of drafts, of which unlikely ones are dropped."""
-    llm.collective_rpc(inside_workers.look_up_at_random, args=(0,))
-    llm.collective_rpc(inside_workers.leave_unlikely_out, args=(0.5,))
-    return generate(llm, batches)
-
-
-def generate_with_unchecked_ends(llm: Any, batches: list[dict[str, Any]]) -> Any:
-    """`generate` with one pass per round, after which random lookups are verified unchecked."""
-    llm.collective_rpc(inside_workers.look_up_at_random, args=(0,))
-    llm.collective_rpc(inside_workers.cut_drafts, args=(0.0, 1e9))
-    return generate(llm, batches)
-
-
-def served_answers(llm: Any) -> list[int]:
-    """Return the tokens of all answers kept for lookups, with their separators."""
-    return llm.collective_rpc(inside_workers.served_answers)[0]
-
-
-def generate_with_waiting_drafts(llm: Any, batches: list[dict[str, Any]]) -> Any:
-    """`generate` while the host waits for the device in every round of drafts; V2 runner."""
-    llm.collective_rpc(inside_workers.wait_in_drafts)
+    in_workers(llm, "look_up_at_random", seed)
     return generate(llm, batches)
 
 
@@ -228,7 +158,7 @@ def generate_under_faults(llm: Any, batches: list[dict[str, Any]], faults: list[
     """
     results = []
     for fault in faults:
-        llm.collective_rpc(inside_workers.forget_failures)
+        in_workers(llm, "forget_failures")
         Path(file).write_text(fault)
         results.append(_generate_and_count(llm, batches))
     return results
@@ -257,8 +187,8 @@ def generate_and_draft_twice(llm: Any, batches: list[dict[str, Any]]) -> dict[st
     Returns counts: "drafts" compared; "rounds" of requests, and those with "different" drafts or, for
     the same drafts, with "other_logits" in V2's rejection sampler.
     """
-    llm.collective_rpc(inside_workers.draft_twice)
-    return {"batches": generate(llm, batches), **llm.collective_rpc(inside_workers.drafted_twice)[0]}
+    in_workers(llm, "draft_twice")
+    return {"batches": generate(llm, batches), **in_workers(llm, "drafted_twice")[0]}
 
 
 def generate_and_count_drafts(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
@@ -271,21 +201,6 @@ def generate_and_count_drafts(llm: Any, batches: list[dict[str, Any]]) -> dict[s
     before, results, after = count(), generate(llm, batches), count()
     drafted, accepted = (after[what] - before[what] for what in ("draft", "accepted"))
     return {"batches": results, "drafted": drafted, "accepted": accepted}
-
-
-def record_graphs(llm: Any, sizes: list[int]) -> None:
-    """Replay draft steps from recorded graphs from now on; V2 runner on a CPU."""
-    llm.collective_rpc(inside_workers.record_graphs, args=(sizes,))
-
-
-def count_replays(llm: Any) -> dict[int, int]:
-    """Count replays of recorded graphs by padded batch size; see `recorded_graphs.num_replays`."""
-    return llm.collective_rpc(inside_workers.count_replays)[0]
-
-
-def run_passes_as_captured(llm: Any) -> None:
-    """Run the functions that CUDA graphs of wide passes capture, without graphs; V2 runner."""
-    llm.collective_rpc(inside_workers.run_passes_as_captured)
 
 
 def abort_half_while_decoding(llm: Any, batch: dict[str, Any], steps_before_abort: int) -> Any:
@@ -305,85 +220,21 @@ def abort_half_while_decoding(llm: Any, batch: dict[str, Any], steps_before_abor
     return tokens
 
 
-def generate_with_late_prompts(llm: Any, batches: list[dict[str, Any]]) -> Any:
-    """`generate`; a draft model catches up with prompts only when their requests decode."""
-    llm.collective_rpc(inside_workers.read_prompts_late)
-    return generate(llm, batches)
-
-
-def watch_draft_cache(llm: Any) -> None:
-    """Compare a draft model's KV cache with the target's in every round from now on.
-
-    The target itself must be the draft model, with views of the whole context.
-    """
-    llm.collective_rpc(inside_workers.watch_draft_cache)
-
-
-def watched_draft_cache(llm: Any) -> dict[str, float]:
-    """Return the tokens compared, the largest difference, and the most catch-up tokens of a round."""
-    return llm.collective_rpc(inside_workers.watched_draft_cache)[0]
-
-
-def watch_spire_cache(llm: Any) -> None:
-    """`watch_draft_cache` for a SPIRe draft; see spire_scenarios.py."""
-    import spire_scenarios
-
-    llm.collective_rpc(spire_scenarios.watch_cache)
-
-
 def watched_spire_cache(llm: Any) -> dict[str, float]:
-    """`watched_draft_cache` for a SPIRe draft: minimum of tokens and maximum difference over ranks."""
-    import spire_scenarios
-
-    ranks = llm.collective_rpc(spire_scenarios.watched_cache)
+    """Return the least number of compared tokens and the largest difference over all ranks."""
+    ranks = in_workers(llm, "noted_spire_cache")
     return {
         "tokens": min(rank["tokens"] for rank in ranks),
         "difference": max(rank["difference"] for rank in ranks),
     }
 
 
-def generate_with_adaptive_verification(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
-    """`generate` with free verification, then with expensive verification; V2 runner."""
-    import adaptive_verification
-
-    results = {}
-    for name, token_cost in (("free", 0.0), ("expensive", 0.1)):
-        llm.collective_rpc(adaptive_verification.verify_adaptively, args=(token_cost,))
-        answers = generate(llm, batches)
-        results[name] = {"batches": answers, **llm.collective_rpc(adaptive_verification.verified)[0]}
-    return results
-
-
-def generate_adaptively_with_broken_drafting(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
-    """`generate` with expensive verification and a policy that raises."""
-    import adaptive_verification
-
-    llm.collective_rpc(adaptive_verification.verify_adaptively, args=(0.1,))
-    llm.collective_rpc(inside_workers.break_drafting)
-    return {"batches": generate(llm, batches), **llm.collective_rpc(adaptive_verification.verified)[0]}
-
-
-def adaptive_costs(llm: Any) -> tuple[float, float]:
-    """Return vLLM's measured milliseconds of one request's drafts, and of verifying one token."""
-    return llm.collective_rpc(inside_workers.adaptive_costs)[0]
-
-
-def generate_with_broken_memory(llm: Any, batches: list[dict[str, Any]]) -> Any:
-    """`generate` while writes of a SPIRe draft's memory raise."""
-    import spire_scenarios
-
-    llm.collective_rpc(spire_scenarios.break_memory)
-    return generate(llm, batches)
-
-
 def generate_and_note_spire_drafts(llm: Any, batches: list[dict[str, Any]], path: str) -> Any:
     """`generate`; saves the tokens and logits of a SPIRe draft to `path`."""
-    import spire_scenarios
-
-    llm.collective_rpc(spire_scenarios.write_norms_in_place)
-    llm.collective_rpc(spire_scenarios.note_drafts)
+    for name in ("write_norms_in_place", "note_drafts"):
+        in_workers(llm, name)
     results = generate(llm, batches)
-    llm.collective_rpc(spire_scenarios.save_drafts, args=(path,))
+    in_workers(llm, "save_drafts", path)
     return results
 
 
@@ -400,18 +251,8 @@ def selections(llm: Any, prompts: list[list[int]], max_tokens: int = 4) -> list[
     for prompt in prompts:
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
-        selected.append(llm.collective_rpc(inside_workers.latest_selection)[0])
+        selected.append(in_workers(llm, "latest_selection")[0])
     return selected
-
-
-def describe_draft(llm: Any) -> list[dict[str, Any]]:
-    """Describe the draft of each worker."""
-    return llm.collective_rpc(inside_workers.describe_draft)
-
-
-def describe_attention(llm: Any) -> list[dict[str, Any]]:
-    """Describe attention kernels and cache memory of each worker."""
-    return llm.collective_rpc(inside_workers.describe_attention)
 
 
 def score(llm: Any, texts: list[dict[str, Any]]) -> list[list[tuple[float, float]]]:
@@ -425,24 +266,10 @@ def score(llm: Any, texts: list[dict[str, Any]]) -> list[list[tuple[float, float
     prompts = [{"prompt_token_ids": text["prompt"] + text["tokens"]} for text in texts]
     scores = []
     for text, output in zip(texts, llm.generate(prompts, params, use_tqdm=False), strict=True):
-        logprobs = output.prompt_logprobs[len(text["prompt"]) :]
-        scores.append(
-            [
-                (by_token[token].logprob, max(entry.logprob for entry in by_token.values()))
-                for token, by_token in zip(text["tokens"], logprobs, strict=True)
-            ]
-        )
+        steps = zip(text["tokens"], output.prompt_logprobs[len(text["prompt"]) :], strict=True)
+        best = [(step[token].logprob, max(one.logprob for one in step.values())) for token, step in steps]
+        scores.append(best)
     return scores
-
-
-def watch_draft_steps(llm: Any) -> None:
-    """Count draft steps from now on; V2 runner."""
-    llm.collective_rpc(inside_workers.watch_draft_steps)
-
-
-def count_draft_steps(llm: Any) -> dict[str, int]:
-    """Return the first worker's draft steps: "graph", of these with "flashinfer", and "eager"."""
-    return llm.collective_rpc(inside_workers.count_draft_steps)[0]
 
 
 def _prompt(given: Any) -> dict[str, Any]:

@@ -28,19 +28,10 @@ def write(
     seed: int = 0,
     **fields: Any,
 ) -> Path:
-    """Write a draft and return its folder.
+    """Write a draft of the target's last layers to `path` and return it.
 
-    Args:
-        path: The draft's folder.
-        target: The target's folder.
-        num_layers: Number of the target's last layers that the draft has.
-        sinks: Tokens.
-        window: Tokens.
-        noise: Standard deviation of the noise, relative to that of each weight.
-        feedback_memory: Whether the draft has feedback memory.
-        memory: Logits of the memory, [num_layers, num_layers + 1]; None: random.
-        seed: Random seed.
-        fields: Fields of config.json, within `spire` or outside.
+    `noise` is relative to the standard deviation of each weight, `memory` are the memory's logits
+    [num_layers, num_layers + 1], and `fields` are those of config.json, within `spire` or outside.
     """
     torch.manual_seed(seed)
     path.mkdir(parents=True, exist_ok=True)
@@ -180,12 +171,7 @@ class Llama:
 
 
 class SpireReference:
-    """Reference logits of a SPIRe draft after verified and drafted tokens.
-
-    Args:
-        draft: The draft's folder.
-        target: The target's folder.
-    """
+    """Reference logits of a SPIRe draft after verified and drafted tokens."""
 
     def __init__(self, draft: Path, target: Path) -> None:
         self._draft, self._target = Llama(draft), Llama(target)
@@ -212,9 +198,7 @@ class SpireReference:
     def logits(self, activations: torch.Tensor, drafted: list[int]) -> torch.Tensor:
         """Return logits after each token of `drafted`, [len(drafted), vocab_size].
 
-        Args:
-            activations: Activations of the verified tokens.
-            drafted: The token that the target sampled last, and the drafts after it.
+        The first one is the token that the target sampled last; activations are those of the tokens before.
         """
         model, first = self._draft, len(activations)
         held = [  # by block and position: keys and values

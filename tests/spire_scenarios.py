@@ -3,52 +3,31 @@
 
 from typing import Any
 
-import numpy as np
 import torch
-from inside_workers import draft_of
+from inside_workers import compare_caches, draft_of
 from vllm.model_executor.layers.layernorm import RMSNorm
-
-from vllm_magicdec.attention.rows import KVRows
 
 DRAFT_PREFIX = "draft_model.model.layers."
 
 
-def watch_cache(worker: Any) -> None:
+def watch_spire_cache(worker: Any) -> None:
     """Compare the draft's keys and values of all verified tokens with the target's in every round.
 
     They are equal if the draft's blocks are the target's and its memory is the input of each block.
     """
-    draft, layers = draft_of(worker), worker.vllm_config.compilation_config.static_forward_context
-    first = draft.model.fields.aux_layers[0]
-    names = [name for group in draft._drafter.groups for name in group.layer_names]
-    seen = worker._spire_cache = {"tokens": 0, "difference": 0.0, "rounds": 0}
-
-    def rows_of(name: str) -> KVRows:
-        layer = layers[name]
-        return KVRows.of(layer.kv_cache, layer.get_attn_backend().get_name(), getattr(layer, "isa", None))
-
-    def compare(req_tables: np.ndarray, ends: list[int]) -> None:
-        size = draft._drafter.groups[0].cache.block_size
-        for pages, end in zip(req_tables, ends, strict=True):
-            positions = np.arange(end)
-            slots = torch.from_numpy(pages[positions // size].astype(np.int64) * size + positions % size)
-            for name in names:
-                index, rest = name.removeprefix(DRAFT_PREFIX).split(".", 1)
-                own, theirs = rows_of(name), rows_of(f"model.layers.{first + int(index)}.{rest}")
-                by_head = slots.expand(own.num_kv_heads, -1)
-                for one, other in ((own.keys, theirs.keys), (own.values, theirs.values)):
-                    difference = float((one.gather(by_head) - other.gather(by_head)).abs().max())
-                    seen["difference"] = max(seen["difference"], difference)
-            seen["tokens"] += end
-        seen["rounds"] += 1
-
-    cache = draft._cache
+    draft = draft_of(worker)
+    first, cache, groups = draft.model.fields.aux_layers[0], draft._cache, draft._drafter.groups
+    seen = worker._spire_cache = {"tokens": 0, "difference": 0.0}
+    pairs = []
+    for name in (name for group in groups for name in group.layer_names):
+        index, rest = name.removeprefix(DRAFT_PREFIX).split(".", 1)
+        pairs.append((name, f"model.layers.{first + int(index)}.{rest}"))
     begin_round = cache.begin_round
 
     def begin_and_compare(batch: Any) -> None:
         begin_round(batch)
-        table = batch.block_tables[draft._drafter.groups[0].kv_cache_group]
-        compare(table.numpy(), batch.context_lens.tolist())
+        table = batch.block_tables[groups[0].kv_cache_group]
+        compare_caches(worker, seen, pairs, table.numpy(), batch.context_lens.tolist())
 
     cache.begin_round = begin_and_compare
     if worker.vllm_config.use_v2_model_runner:
@@ -70,7 +49,7 @@ def _never_wait(cache: Any) -> None:
     cache.write_drafted = without_reads(cache.write_drafted)
 
 
-def watched_cache(worker: Any) -> dict[str, float]:
+def noted_spire_cache(worker: Any) -> dict[str, float]:
     """Return the number of tokens compared and the largest difference."""
     return worker._spire_cache
 
@@ -115,13 +94,14 @@ def note_drafts(worker: Any) -> None:
         indices[:] = draft_pass.queries.request_indices.tolist()
         return run(draft_pass)
 
-    def note_forward(tokens: torch.Tensor, *others: Any) -> torch.Tensor:
-        hidden_states = forward(tokens, *others)
+    def note_forward(tokens: torch.Tensor, *others: Any) -> Any:
+        result = forward(tokens, *others)
+        hidden_states = result[0] if isinstance(result, tuple) else result  # V2: with activations
         logits = proposer.model.compute_logits(hidden_states)
         for index, token, own in zip(indices, tokens.tolist(), logits, strict=True):
             rounds[-1][index]["tokens"].append(token)
             rounds[-1][index]["logits"].append(own.clone())
-        return hidden_states
+        return result
 
     def note_round(num_steps: int, read_batch: Any, read_histories: Any) -> Any:
         def read_and_note() -> Any:

@@ -23,6 +23,15 @@ def run_interpreted(program: str) -> None:
     assert child.returncode == 0, child.stderr[-4000:]
 
 
+def noted_calls(module: Any, names: Collection[str]) -> list[str]:
+    """Return a list of the calls of these functions of a module from now on, by name."""
+    calls: list[str] = []
+    for name in names:
+        own = getattr(module, name)
+        setattr(module, name, lambda *args, n=name, f=own, **kwargs: calls.append(n) or f(*args, **kwargs))
+    return calls
+
+
 def check_compiles_for_hopper(
     kernel: Any, arguments: Mapping[str, str], constants: Mapping[str, Any]
 ) -> None:

@@ -18,16 +18,11 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_other_fields_are_copied_with_the_number(way):
-    plan = WAYS[way](DraftPlan(3, lookups_alone=True))
-    assert type(plan) is DraftPlan
-    assert (plan, plan.lookups_alone) == (3, True)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_thresholds_are_copied(way):
+def test_thresholds_are_copied_with_the_number(way):
     thresholds = [(0.1 * bucket, 0.2 * bucket, 4.0 * bucket) for bucket in range(NUM_BUCKETS)]
-    plan = WAYS[way](DraftPlan(3, by_bucket=[DraftPlan(3, *own) for own in thresholds]))
+    by_bucket = [DraftPlan(3, *own) for own in thresholds]
+    plan = WAYS[way](DraftPlan(3, by_bucket=by_bucket, lookups_alone=True))
+    assert type(plan) is DraftPlan and (plan, plan.lookups_alone) == (3, True)
     plans = [plan.for_bucket(bucket) for bucket in range(NUM_BUCKETS)]
     assert [(own.min_acceptance, own.min_gain, own.min_expected_accepted) for own in plans] == thresholds
     alone = WAYS[way](DraftPlan(3))

@@ -6,7 +6,7 @@ of its lookups and drafts, and applies the plan by the rules of `drafting.staged
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from math import inf
@@ -15,11 +15,10 @@ from statistics import mean
 import pytest
 from imagined_engine import Engine
 
-from vllm_magicdec.adaptive.bucket_stats import RoundAverages
 from vllm_magicdec.adaptive.controller import Controller
 from vllm_magicdec.adaptive.draft_plan import DraftPlan, bucket_of
 from vllm_magicdec.adaptive.lookup_value import LookupValue
-from vllm_magicdec.adaptive.step_times import Rounds, Step, StepTimes, TimedStep
+from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
 from vllm_magicdec.adaptive.value import PLAIN, Choice, RoundInfo
 from vllm_magicdec.drafting.staged import _gain, _RequestDrafts, _unfinished, _worth_verifying
 from vllm_magicdec.lookup.continuation import MIN_ACCEPTANCE, Continuation
@@ -215,50 +214,6 @@ def test_lookups_that_help_rarely_are_found():
     assert mean(shares) > 0.93
 
 
-def planned(buckets: Sequence[int], pass_seconds: float) -> list[Choice | None]:
-    """Return the trials, where lookups predict the text in bucket 3 and checks get all of it accepted."""
-    controller = make_controller()
-    made, info, verified, found = PLAIN, RoundInfo(), 0, []
-    for bucket in buckets:
-        choice = controller.choose(BATCH, BATCH * CONTEXT)
-        plan = controller.plan(choice).for_bucket(bucket)
-        found.append(choice if controller.is_planned else None)
-        expected_accepted = 10.0 * BATCH if bucket == 3 else 0.0
-        is_checked = choice == Choice(MAX_DRAFTS) and expected_accepted < plan.min_expected_accepted
-        num_passes = (1 if bucket == 3 else 4) if is_checked else 0
-        drafted = choice if is_checked or not choice.drafts else controller.value.unchecked
-        budget = controller.value.mean(drafted).budget
-        step = Step(BATCH, BATCH * CONTEXT, verified or 1e-3 * bool(made.drafts), num_passes, budget)
-        seconds = 0.02 + 0.001 * verified + pass_seconds * num_passes
-        rounds = [(verified, verified)] * BATCH if made.drafts else []
-        controller.observe(rounds, made, TimedStep(step, seconds), drafted, info)
-        made, info = drafted, RoundInfo(num_passes, controller.is_planned, bucket)
-        verified = 0 if drafted == PLAIN else 8 if is_checked or bucket == 3 else 0
-    return found
-
-
-def test_buckets_that_no_longer_occur_are_not_tried():
-    buckets = [3 * (step < 500 and step // 20 % 4 == 0) for step in range(1500)]
-    found = planned(buckets, 0.001)
-    assert sum(choice is not None for choice in found[1000:]) < 50
-
-
-def test_plain_decoding_is_not_tried_beside_itself():
-    found = planned([0] * 1500, 0.1)
-    assert PLAIN not in found[100:] and sum(choice is not None for choice in found[100:]) < 1400 / 6
-
-
-def test_trials_during_plain_decoding_use_its_thresholds():
-    controller = make_controller()
-    simulate(Text(0.2, machine="expensive"), 0, follow(controller), controller, steps=300)
-    assert controller.forecast(BATCH, BATCH * CONTEXT).choice == PLAIN
-    plain, passing = (
-        MACHINES["expensive"].seconds(Step(BATCH, BATCH * CONTEXT, 0, n, n * BUDGET)) for n in (0, 1)
-    )
-    expected = BATCH / plain * (passing - plain)  # by a fit of the times
-    assert controller.plan(Choice(MAX_DRAFTS)).for_bucket(0).min_gain == pytest.approx(expected, rel=0.3)
-
-
 def test_workers_do_not_replace_a_trial():
     controller = make_controller()
     tried = set()
@@ -267,18 +222,3 @@ def test_workers_do_not_replace_a_trial():
         assert controller.is_planned and all(own.min_expected_accepted == inf for own in plan.by_bucket)
         tried.add((int(plan), plan.lookups_alone))
     assert tried == {(0, False), (MAX_DRAFTS, True), (MAX_DRAFTS, False)}
-
-
-def test_averages_follow_the_observations():
-    averages = RoundAverages(1.0, 0.5, 0.0)
-    assert averages.rounds(BUDGET) == Rounds(tokens=1.5, verified=1.0, drafted=0.0, budget=BUDGET)
-    for _ in range(600):
-        averages.fade(4)
-        averages.observe(verified=6, accepted=4, num_passes=3, count=4)
-    assert averages.rounds(BUDGET)[:3] == pytest.approx((5, 6, 3), abs=0.1)
-    for _ in range(600):
-        averages.fade(4)
-        averages.observe(verified=0, accepted=0, num_passes=0, count=4)
-    assert 0 < averages.rounds(BUDGET).verified < 0.1, (
-        "a speculative step without drafts is not a plain one"
-    )

@@ -5,14 +5,12 @@ The kernel is that of the library that the process has loaded: tests run this fi
 for each of them.
 """
 
-from dataclasses import replace
-
 import kernel_libraries
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from views_over_a_cache import TOLERANCE, Case, cases, empty_cache, run
+from views_over_a_cache import CACHE_NAMES, Case, cases, empty_cache, run
 from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -35,9 +33,6 @@ def halves_of(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values as the CPU backend hands them to its kernels."""
     num_blocks, num_kv_heads, page_size, _ = cache.shape
     return cache.view(num_blocks, num_kv_heads, 2 * page_size, -1).chunk(2, dim=2)
-
-
-CACHE_NAMES = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8_e5m2"}
 
 
 def name_of(case: Case) -> str:
@@ -119,63 +114,5 @@ def test_torch_attends_to_views_of_packed_caches(ops_for, isa):
     def check(case):
         rows = rows_of(case, write_packed(ops_for, case, isa, case.only_views()), isa)
         case.check(run(case, rows, "torch"))
-
-    check()
-
-
-@pytest.mark.parametrize("isa", ["vec", "vec16"])  # the AMX kernel needs an AMX machine
-def test_a_view_of_everything_is_what_vllm_computes_on_a_cpu(ops, isa):
-    # Only rows of whole pages can be compared: the kernel reads them by block table.
-    @settings(max_examples=25, deadline=None)
-    @given(packed_cases[isa])
-    def check(case):
-        num_slots, num_kv_heads, head_size = case.keys.shape
-        num_blocks, num_heads = num_slots // case.page_size, case.query.shape[1]
-        case = replace(case, query=case.query[:1], lens=torch.tensor([num_slots], dtype=torch.int32))
-        blocks = torch.randperm(num_blocks)
-        slots = blocks.unsqueeze(1) * case.page_size + torch.arange(case.page_size)
-        case = replace(case, slots=slots.flatten().int().expand(1, num_kv_heads, num_slots))
-        cache = write_packed(ops, case, isa, (case.keys, case.values))
-        starts = torch.tensor([0, 1], dtype=torch.int32)
-        plan = ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=1,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_size,
-            seq_lens=case.lens,
-            dtype=case.query.dtype,
-            query_start_loc=starts,
-            causal=True,
-            sliding_window_size=-1,
-            isa=isa,
-            enable_kv_split=False,
-            kv_cache_dtype=name_of(case),
-        )
-        output = torch.empty_like(case.query)
-        sinks = case.sinks
-        if sinks is not None and sinks.dtype == torch.float16:
-            sinks = sinks.float()  # as vLLM does
-        key_cache, value_cache = halves_of(cache)
-        ops.cpu_attention_with_kv_cache(
-            query=case.query,
-            key_cache=key_cache,
-            value_cache=value_cache,
-            output=output,
-            query_start_loc=starts,
-            seq_lens=case.lens,
-            scale=case.scale,
-            causal=True,
-            alibi_slopes=None,
-            sliding_window=-1,
-            block_table=blocks.int().unsqueeze(0),
-            softcap=case.soft_cap,
-            scheduler_metadata=plan,
-            s_aux=sinks,
-            k_scale=case.key_scale,
-            v_scale=case.value_scale,
-            kv_cache_dtype=name_of(case),
-        )
-        ours = run(case, rows_of(case, cache, isa), "torch")
-        assert (ours - output).abs().max() <= 2 * TOLERANCE[output.dtype] * ours.abs().max()
 
     check()

@@ -48,11 +48,8 @@ def fixed(monkeypatch):
 class Layers:
     """Attention layers of one KV cache group as vLLM makes them, their caches, and a batch.
 
-    Args:
-        windows: of each layer, in tokens; None: it has none.
-        requests: lengths of query and context.
-        has_sinks: whether the layers have learned sinks.
-        late: the builder hears of all layers but the first one when it has been made, as in vLLM's drafts.
+    `requests` are lengths of query and context. If `late`, the builder hears of all layers but the first
+    one when it has been made, as in vLLM's drafts.
     """
 
     def __init__(self, windows, requests, *, has_sinks=True, late=False):
@@ -207,25 +204,3 @@ def test_layers_with_one_window_are_planned_as_vllm_plans_them(fixed):
         layers = Layers(windows, DECODE)
         assert type(layers._metadata) is cpu_attn.CPUAttentionMetadata
         assert layers.error(0) < TOLERANCE
-
-
-def test_a_plan_that_fails_leaves_the_builder_as_it_was(fixed, monkeypatch):
-    layers = Layers([WINDOW, None, 96], DECODE)
-    shared = layers.builder.window_size
-    plan = cpu_attn.ops.cpu_attn_get_scheduler_metadata
-
-    def fail_with_a_window(*, sliding_window_size, **arguments):
-        if sliding_window_size != -1:
-            raise MemoryError
-        return plan(sliding_window_size=sliding_window_size, **arguments)
-
-    monkeypatch.setattr(cpu_attn.ops, "cpu_attn_get_scheduler_metadata", fail_with_a_window)
-    with pytest.raises(MemoryError):
-        layers.builder.build(0, layers.batch)
-    assert layers.builder.window_size == shared
-
-
-def test_it_is_patched_once(fixed):
-    build, forward = CPUAttentionMetadataBuilder.build, CPUAttentionBackendImpl.forward
-    cpu_attention.patch()
-    assert CPUAttentionMetadataBuilder.build is build and CPUAttentionBackendImpl.forward is forward

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import views_over_a_cache
 from views_over_a_cache import CPU, Case
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
-from vllm.v1.kv_cache_interface import get_kv_quant_mode
 
 from vllm_magicdec.attention.metadata import TokenMetadata
 from vllm_magicdec.attention.native_attention import NativeAttention
@@ -59,37 +59,14 @@ def cache_of(case: Case) -> torch.Tensor:
 
 
 def layer_of(case: Case, name: str, implementation: type = CPUAttentionBackendImpl) -> SimpleNamespace:
-    """As much of a layer of vLLM's on CPUs as is looked at, with the kernel before its own attention."""
-    spec = SimpleNamespace(
-        num_kv_heads=KV_HEADS,
-        head_size=HEAD_SIZE,
-        block_size=PAGE,
-        dtype=torch.float32 if name == "auto" else torch.uint8,
-        kv_quant_mode=get_kv_quant_mode(name),
-    )
+    """A layer of vLLM's on CPUs, with the kernel before its own attention."""
     impl = object.__new__(implementation)
-    vars(impl).update(
-        attn_type=AttentionType.DECODER,
-        alibi_slopes=None,
-        num_heads=HEADS,
-        scale=case.scale,
-        logits_soft_cap=case.soft_cap,
-        sliding_window=-1,
-        sinks=None,
+    vars(impl).update(attn_type=AttentionType.DECODER, alibi_slopes=None, sliding_window=-1)
+    layer = views_over_a_cache.layer_of(
+        case, cache_of(case), "CPU_ATTN", impl=impl, name=name, reads_scales_by_head=False
     )
-    layer = SimpleNamespace(
-        impl=impl,
-        attn_backend=SimpleNamespace(
-            get_name=lambda: "CPU_ATTN", supports_per_head_quant_scales=lambda: False
-        ),
-        isa="vec",
-        kv_cache_dtype=name,
-        get_kv_cache_spec=lambda config: spec,
-        query_quant=None,
-        _k_scale_float=KEY_SCALE,
-        _v_scale_float=VALUE_SCALE,
-    )
-    NativeAttention(layer, spec, load(best_variant()))
+    layer.isa, layer._k_scale_float, layer._v_scale_float = "vec", KEY_SCALE, VALUE_SCALE
+    NativeAttention(layer, layer.get_kv_cache_spec(None), load(best_variant()))
     return layer
 
 
@@ -172,32 +149,6 @@ def test_policies_are_given_the_kernels_weights(name):
     # In bfloat16, as torch multiplies with an fp8 cache's keys.
     tolerance = 1e-5 if name == "auto" else 2e-2
     torch.testing.assert_close(own, by_torch, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize(("tokens", "is_own"), [(32_000, False), (33_000, True)])
-def test_vllms_kernel_reads_few_fp8_tokens_with_amx(tokens, is_own):
-    calls = []
-    attention = SimpleNamespace(attend_pages=lambda *args, **options: calls.append("own"))
-    kernel = SimpleNamespace(
-        check_cache=lambda *args: None,
-        variant=SimpleNamespace(description=""),
-        over=lambda *args: attention,
-    )
-    layer = layer_of(whole_context("fp8"), "fp8")
-    layer.isa, layer.impl.forward = "amx", lambda *args, **scales: calls.append("vLLM's")
-    NativeAttention(layer, layer.get_kv_cache_spec(None), kernel)
-    metadata = SimpleNamespace(
-        causal=True,
-        max_query_len=1,
-        num_actual_tokens=1,
-        query_start_loc=torch.tensor([0, 1]),
-        seq_lens=torch.tensor([tokens], dtype=torch.int32),
-        block_table=torch.zeros(1, 1, dtype=torch.int32),
-    )
-    query = torch.zeros(1, HEADS, HEAD_SIZE, dtype=torch.bfloat16)
-    cache = torch.zeros(1, KV_HEADS, PAGE, 2 * HEAD_SIZE, dtype=torch.uint8)
-    layer.impl.forward(layer, query, query, query, cache, metadata, torch.empty_like(query))
-    assert calls == ["own" if is_own else "vLLM's"]
 
 
 def test_attention_of_another_plugin_is_left_alone():

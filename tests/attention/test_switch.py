@@ -12,7 +12,17 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from views_over_a_cache import CPU, Case, cases, filled, filled_cache, play_flashinfer
+from views_over_a_cache import (
+    CACHE_NAMES,
+    CPU,
+    Case,
+    as_vllm_keeps,
+    cases,
+    filled,
+    filled_cache,
+    layer_of,
+    play_flashinfer,
+)
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -26,49 +36,6 @@ from vllm_magicdec.errors import MagicDecConfigError
 from vllm_magicdec.views.round import Queries, TokenMask, TokenView
 
 flashinfer_stand_in = pytest.fixture(scope="module")(play_flashinfer)
-
-
-CACHE_NAMES = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8_e5m2"}
-
-
-def layer_of(
-    case: Case, cache: torch.Tensor, backend: str = "FLASH_ATTN", *, reads_scales_by_head: bool = True
-) -> types.SimpleNamespace:
-    """As much of vLLM's attention layer as a `Switch` looks at."""
-    _, num_kv_heads, page_size, _ = cache.shape
-    name = CACHE_NAMES.get(cache.dtype, "auto")
-    spec = types.SimpleNamespace(
-        num_kv_heads=num_kv_heads,
-        head_size=case.query.shape[2],
-        block_size=page_size,
-        dtype=as_vllm_keeps(cache).dtype,
-        kv_quant_mode=get_kv_quant_mode(name),
-    )
-    key_scale, value_scale = (torch.as_tensor(s).squeeze() for s in (case.key_scale, case.value_scale))
-    return types.SimpleNamespace(
-        impl=types.SimpleNamespace(
-            forward=None,
-            num_heads=case.query.shape[1],
-            scale=case.scale,
-            logits_soft_cap=case.soft_cap,
-            sinks=case.sinks,
-        ),
-        attn_backend=types.SimpleNamespace(
-            get_name=lambda: backend, supports_per_head_quant_scales=lambda: reads_scales_by_head
-        ),
-        get_kv_cache_spec=lambda config: spec,
-        kv_cache_dtype=name,
-        query_quant=None,
-        _k_scale=key_scale,
-        _v_scale=value_scale,
-        _k_scale_float=float(key_scale.max()),
-        _v_scale_float=float(value_scale.max()),
-    )
-
-
-def as_vllm_keeps(cache: torch.Tensor) -> torch.Tensor:
-    """An fp8 cache is a tensor of bytes."""
-    return cache.view(torch.uint8) if cache.dtype in CACHE_NAMES else cache
 
 
 def small_case() -> Case:
@@ -240,29 +207,6 @@ def test_policies_get_the_targets_queries():
         assert torch.equal(softmax.sinks, case.sinks)
 
 
-def test_flashinfer_writes_to_vllms_output(flashinfer_stand_in, monkeypatch):
-    """And not to memory of its own, to be copied from."""
-    monkeypatch.setattr(switch, "has_flashinfer", lambda: True)
-    case = small_case()
-    case = replace(case, query=torch.randn(1, 8, 64).bfloat16())
-    cache = filled_cache(KVCacheLayout.LBNHC, case)
-    layer = layer_of(case, cache)
-    installed = switch.Switch(0, layer, engine_config(case), CPU, None)
-    installed.plans = make_plans(installed.geometry)
-    installed.plans.reserve(3)
-    written, run = [], stand_in.StandInWrapper.run
-    monkeypatch.setattr(
-        stand_in.StandInWrapper,
-        "run",
-        lambda wrapper, q, kv, out, **options: (
-            written.append(out.data_ptr()) or run(wrapper, q, kv, out=out, **options)
-        ),
-    )
-    output = draft(layer, case, cache)
-    case.check(output)
-    assert written == [output.data_ptr()]
-
-
 def test_a_second_switch_replaces_the_first(flashinfer_stand_in, monkeypatch):
     """vLLM lays out a small KV cache to measure memory, and then the real one."""
     case = small_case()
@@ -327,32 +271,27 @@ GEOMETRY = Geometry(8, 2, 128, torch.bfloat16, torch.bfloat16, scale=1.0)
 
 
 @pytest.mark.parametrize(
-    ("geometry", "sentence"),
+    ("changes", "sentence"),
     [
-        (replace(GEOMETRY, head_size=80), "it has no kernel for heads of 80"),
+        ({"head_size": 80}, "it has no kernel for heads of 80"),
         (
-            replace(GEOMETRY, query_dtype=torch.float32, cache_dtype=torch.float32),
+            {"query_dtype": torch.float32, "cache_dtype": torch.float32},
             "it has no kernel for torch.float32 queries and a torch.float32 cache",
         ),
-        (replace(GEOMETRY, query_dtype=torch.float16), "torch.float16 queries and a torch.bfloat16 cache"),
+        ({"query_dtype": torch.float16}, "torch.float16 queries and a torch.bfloat16 cache"),
         (
-            replace(GEOMETRY, head_size=64, cache_dtype=torch.float8_e4m3fn),
+            {"head_size": 64, "cache_dtype": torch.float8_e4m3fn},
             "its kernels on tensor cores read no torch.float8_e4m3fn heads of 64",
         ),
+        (None, "it is not installed"),
     ],
 )
 def test_shapes_without_a_flashinfer_kernel_go_to_triton(
-    flashinfer_stand_in, monkeypatch, geometry, sentence
+    flashinfer_stand_in, monkeypatch, changes, sentence
 ):
-    monkeypatch.setattr(switch, "has_flashinfer", lambda: True)
-    line = reason_logged(monkeypatch, geometry)
-    assert line.startswith("magicdec-self: FlashInfer unavailable (")
-    assert sentence in line
-
-
-def test_without_flashinfer_token_views_go_to_triton(monkeypatch):
-    monkeypatch.setattr(switch, "has_flashinfer", lambda: False)
-    assert "it is not installed" in reason_logged(monkeypatch, GEOMETRY)
+    monkeypatch.setattr(switch, "has_flashinfer", lambda: changes is not None)
+    line = reason_logged(monkeypatch, replace(GEOMETRY, **(changes or {})))
+    assert line.startswith("magicdec-self: FlashInfer unavailable (") and sentence in line
 
 
 @pytest.mark.parametrize("part", ["plan", "run"])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from flashinfer_once import attend_with_flashinfer
 from hypothesis import strategies as st
+from vllm.v1.kv_cache_interface import get_kv_quant_mode
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_magicdec.attention import KVRows, attend
@@ -166,15 +167,7 @@ def run(case: Case, rows: KVRows, implementation: str, device: str = "cpu") -> t
     }
     if implementation == "flashinfer":
         return attend_with_flashinfer(query, rows, slots, lens, scale, **options)
-    return attend(
-        query,
-        rows,
-        slots,
-        lens,
-        implementation=implementation,
-        scale=scale,
-        **options,
-    )
+    return attend(query, rows, slots, lens, implementation=implementation, scale=scale, **options)
 
 
 def moved(case: Case, distance: float) -> Case:
@@ -217,3 +210,49 @@ def fill_page_indices(indices, rows, slots, lens, indptr) -> None:
     in_view = (columns < lens.view(-1, 1, 1)).expand(slots.shape)
     cells = indptr[:-1].view(*slots.shape[:2], 1) + columns
     indices[cells[in_view].long()] = rows.keys.numbers(slots)[in_view].to(indices.dtype)
+
+
+CACHE_NAMES = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8_e5m2"}
+
+
+def as_vllm_keeps(cache: torch.Tensor) -> torch.Tensor:
+    """An fp8 cache is a tensor of bytes."""
+    return cache.view(torch.uint8) if cache.dtype in CACHE_NAMES else cache
+
+
+def layer_of(
+    case: Case,
+    cache: torch.Tensor,
+    backend: str = "FLASH_ATTN",
+    *,
+    impl: object | None = None,
+    name: str | None = None,
+    reads_scales_by_head: bool = True,
+) -> SimpleNamespace:
+    """As much of vLLM's attention layer as is looked at; `name` is that of the cache's dtype."""
+    _, num_kv_heads, page_size, _ = cache.shape
+    name = name or CACHE_NAMES.get(cache.dtype, "auto")
+    spec = SimpleNamespace(
+        num_kv_heads=num_kv_heads,
+        head_size=case.query.shape[2],
+        block_size=page_size,
+        dtype=as_vllm_keeps(cache).dtype,
+        kv_quant_mode=get_kv_quant_mode(name),
+    )
+    key_scale, value_scale = (torch.as_tensor(s).squeeze() for s in (case.key_scale, case.value_scale))
+    impl = impl or SimpleNamespace(forward=None)
+    own = {"num_heads": case.query.shape[1], "scale": case.scale, "logits_soft_cap": case.soft_cap}
+    vars(impl).update(own, sinks=case.sinks)
+    return SimpleNamespace(
+        impl=impl,
+        attn_backend=SimpleNamespace(
+            get_name=lambda: backend, supports_per_head_quant_scales=lambda: reads_scales_by_head
+        ),
+        get_kv_cache_spec=lambda config: spec,
+        kv_cache_dtype=name,
+        query_quant=None,
+        _k_scale=key_scale,
+        _v_scale=value_scale,
+        _k_scale_float=float(key_scale.max()),
+        _v_scale_float=float(value_scale.max()),
+    )

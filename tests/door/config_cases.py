@@ -83,33 +83,12 @@ def cases(number: int):
 
 
 PATHS = [
-    *(
-        "/",
-        "/dev/null",
-        "/dev/zero",
-        "/dev/full",
-        "/dev/stdin",
-        "/etc/passwd",
-        "/proc/self/mem",
-        "/nowhere",
-    ),
-    *("~", ".", "..", "", "\0", "a\nb", "é\ud800", "x" * 5000, "context", "served", "file:///etc/passwd"),
+    *"/ /dev/null /dev/zero /dev/full /dev/stdin /etc/passwd /proc/self/mem /nowhere ~ . ..".split(),
+    *("", "\0", "a\nb", "é\ud800", "x" * 5000, "context", "served", "file:///etc/passwd"),
 ]
 WORDS = [
-    *(
-        "auto",
-        "on",
-        "off",
-        "page",
-        "token",
-        "max",
-        "avg",
-        "greedy",
-        "probabilistic",
-        "standard",
-        "synthetic",
-    ),
-    *("streamingllm", "snapkv", "verify-topk", "h2o", "AUTO", "None", "null", "1", "-1", "1e9", "0x10"),
+    *"auto on off page token max avg greedy probabilistic standard synthetic".split(),
+    *"streamingllm snapkv verify-topk h2o AUTO None null 1 -1 1e9 0x10".split(),
 ]
 NUMBERS = [
     *(-1, 0, 1, 2, 128, 129, 2**31, 2**63, 2**64, 10**30, 10**400, -(10**400)),
@@ -163,14 +142,9 @@ PLAUSIBLE = {
 def misspelt(draw) -> str:
     name = draw(st.sampled_from(user_fields()))
     index = draw(st.integers(0, len(name) - 1))
-    wrong = [
-        f"{name[:index]}x{name[index + 1 :]}",
-        name[:index] + name[index + 1 :],
-        f"{name[:index]}{name[index:] * 2}",
-        name.upper(),
-        name.replace("_", "-"),
-    ]
-    return draw(st.sampled_from(wrong))
+    before, after = name[:index], name[index + 1 :]
+    wrong = [f"{before}x{after}", before + after, before + name[index:] * 2]
+    return draw(st.sampled_from([*wrong, name.upper(), name.replace("_", "-")]))
 
 
 plausible_field = st.one_of(*(st.tuples(st.just(name), values) for name, values in PLAUSIBLE.items()))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hypothesis strategies that truncate, overwrite or replace files."""
 
+import os
 from pathlib import Path
 
 from hypothesis import strategies as st
@@ -18,6 +19,20 @@ damage = st.one_of(
     st.tuples(st.just("new"), st.just(0.0), st.binary(max_size=200)),
     st.tuples(st.just("new"), st.just(0.0), st.sampled_from(OTHER_FORMATS)),
 )
+
+
+def replace_file(path: Path, how: str) -> None:
+    """Put nothing, or something that is no plain file, in the place of a file."""
+    path.unlink()
+    make = {
+        "gone": lambda: None,
+        "empty": path.touch,
+        "folder": path.mkdir,
+        "pipe": lambda: os.mkfifo(path),
+        "link": lambda: path.symlink_to("/nowhere"),
+        "device link": lambda: path.symlink_to("/dev/zero"),
+    }
+    make[how]()
 
 
 def do_damage(path: Path, how: str, position: float, content: bytes) -> None:

@@ -32,11 +32,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
 
-as_text = st.one_of(
-    st.sampled_from([*WORDS, *PATHS]),
-    scalars.map(text_of),
-    st.text(max_size=10),
-).filter(lambda text: "\0" not in text)  # not possible on a command line
+as_text = st.one_of(st.sampled_from([*WORDS, *PATHS]), scalars.map(text_of), st.text(max_size=10)).filter(
+    lambda text: "\0" not in text
+)  # not possible on a command line
 
 
 def typed(option: str, text: str) -> list[str]:

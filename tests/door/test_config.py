@@ -6,7 +6,7 @@ import json
 import pickle
 
 import pytest
-from small_models import write_llama
+from small_models import SIZES, write_llama
 from transformers import MambaConfig, MixtralConfig, T5Config
 from vllm.config import ParallelConfig
 from vllm.config.compilation import CompilationConfig, PassConfig
@@ -18,11 +18,10 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
-from vllm_magicdec.config import MagicDecSpeculativeConfig, nested_lengths
+from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
 from vllm_magicdec.plugin import register
 from vllm_magicdec.policies import find_policy
-from vllm_magicdec.vllm_api import engine_config
 from vllm_magicdec.vllm_api.draft_weights import check_draft_weights
 from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig
 
@@ -41,23 +40,21 @@ def configure(model_dir, speculative_config, **engine):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"method": METHOD}, {"model": METHOD}, {"method": METHOD, "model": METHOD}]
+    ("fields", "engine"),
+    [
+        ({"method": METHOD}, {}),
+        ({"model": METHOD}, {}),
+        ({"method": METHOD, "model": METHOD}, {}),
+        (None, {"spec_method": METHOD}),
+        (None, {"spec_model": METHOD, "spec_tokens": 4}),
+    ],
 )
-def test_method_or_model_selects_magicdec(model_dir, fields):
-    spec = configure(model_dir, fields).speculative_config
+def test_method_or_model_selects_magicdec(model_dir, fields, engine):
+    spec = configure(model_dir, fields, **engine).speculative_config
     assert type(spec) is EngineSpeculativeConfig
     assert spec.num_speculative_tokens == 4
     assert (spec.draft_kv_policy, spec.draft_kv_budget, spec.draft_kv_sink) == ("streamingllm", 512, 4)
     assert spec.draft_model_config is spec.target_model_config
-
-
-@pytest.mark.parametrize("engine", [{"spec_method": METHOD}, {"spec_model": METHOD}])
-def test_options_equal_the_dictionary(model_dir, engine):
-    from_options = configure(model_dir, None, spec_tokens=6, **engine).speculative_config
-    from_dictionary = configure(
-        model_dir, {"method": METHOD, "num_speculative_tokens": 6}
-    ).speculative_config
-    assert repr(from_options) == repr(from_dictionary)
 
 
 def test_scheduler_reserves_only_lookahead_tokens(model_dir):
@@ -99,13 +96,8 @@ def test_auto_uses_lookups_where_supported(model_dir):
 
 @pytest.mark.parametrize("engine", [{}, {"async_scheduling": False}])
 def test_auto_sets_scheduler_and_lengths(model_dir, engine):
-    fields = {
-        "method": METHOD,
-        "num_speculative_tokens": "auto",
-        "max_num_speculative_tokens": 6,
-        "draft_lookup": "off",
-    }
-    config = configure(model_dir, fields, **engine)
+    fields = {"num_speculative_tokens": "auto", "max_num_speculative_tokens": 6, "draft_lookup": "off"}
+    config = configure(model_dir, {"method": METHOD, **fields}, **engine)
     spec = config.speculative_config
     assert spec.num_speculative_tokens == config.num_lookahead_tokens == 6
     lookup = build_dynamic_sd_schedule_lookup(spec.num_speculative_tokens_per_batch_size, 64, 6)
@@ -115,25 +107,6 @@ def test_auto_sets_scheduler_and_lengths(model_dir, engine):
     assert repr(replace(spec)) == repr(pickle.loads(pickle.dumps(spec))) == repr(spec)
 
 
-@pytest.mark.parametrize(
-    ("most", "at_most", "lengths"),
-    [
-        (8, 9, (0, 1, 3, 7)),
-        (7, 9, (0, 1, 3, 7)),
-        (6, 9, (0, 1, 3)),
-        (128, 99, (0, 1, 3, 7, 15, 31, 63, 127)),
-        (128, 3, (0, 15, 127)),
-        (8, 2, (0, 7)),
-        (1, 2, (0, 1)),
-    ],
-)
-def test_nested_lengths(most, at_most, lengths):
-    assert nested_lengths(most, at_most) == lengths
-
-
-SMALL = {"max_model_len": 4096, "block_size": 32}
-
-
 def test_profile_of_another_budget_is_refused(model_dir, tmp_path):
     path = tmp_path / "profile.json"
     StepTimes([TimedStep(Step(1, 100, 0, 2, 256), 0.01)]).save(path, {})
@@ -141,12 +114,6 @@ def test_profile_of_another_budget_is_refused(model_dir, tmp_path):
     with pytest.raises(MagicDecConfigError, match="draft_kv_budget=256, not 512; use a measured"):
         configure(model_dir, fields)
     configure(model_dir, {**fields, "draft_kv_budget": 256})
-
-
-def test_auto_with_another_scheduler_is_refused(model_dir):
-    fields = {"method": METHOD, "num_speculative_tokens": "auto"}
-    with pytest.raises(MagicDecConfigError, match="remove --scheduler-cls"):
-        configure(model_dir, fields, scheduler_cls="some.Scheduler")
 
 
 def test_auto_is_refused_if_ranks_must_choose_the_same(model_dir, tmp_path, monkeypatch):
@@ -163,28 +130,19 @@ def test_auto_is_refused_if_ranks_must_choose_the_same(model_dir, tmp_path, monk
                 model_dir, {**fields, "num_speculative_tokens": drafts}, **launcher, data_parallel_size=2
             )
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
-    experts = MixtralConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        **sizes,
-    )
-    experts.architectures = ["MixtralForCausalLM"]
-    experts.save_pretrained(tmp_path)
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+    config = MixtralConfig(architectures=["MixtralForCausalLM"], num_hidden_layers=2, **SIZES, **experts)
+    config.save_pretrained(tmp_path)
     with pytest.raises(MagicDecConfigError, match="data parallelism is not supported for mixture-of"):
         configure(str(tmp_path), fields, data_parallel_size=2)
 
 
 def test_arguments_can_be_resolved_again(model_dir):
     """API servers and Ray do this; vLLM adds the options to the speculative config."""
-    engine = {"skip_tokenizer_init": True, "max_model_len": 4096, "block_size": 32}
-    fields = {"draft_kv_budget": 256}
-    given = {"speculative_config": fields, "spec_model": METHOD, "spec_tokens": "auto"}
-    args = EngineArgs(model=model_dir, **given, **engine)
-    again = EngineArgs(model=model_dir, **given, **engine)
+    given = {"speculative_config": {"draft_kv_budget": 256}, "spec_model": METHOD, "spec_tokens": "auto"}
+    args, again = (
+        EngineArgs(model=model_dir, skip_tokenizer_init=True, max_model_len=4096, **given) for _ in range(2)
+    )
     for arguments in (args, args, again):
         spec = arguments.create_engine_config().speculative_config
         assert type(spec) is EngineSpeculativeConfig
@@ -206,38 +164,36 @@ def test_other_methods_get_vllms_configuration(model_dir):
     assert type(spec).__module__.startswith("vllm.config")
 
 
-FIELDS_WITHOUT_THEIR_METHOD = {
-    "no method": ({"draft_kv_budget": 64}, "draft_kv_budget belongs to method='magicdec-self'; add that"),
-    "dashes": ({"draft-kv-budget": 64}, "draft_kv_budget belongs to method='magicdec-self'; add that"),
-    "auto": (
-        {"num_speculative_tokens": "auto"},
-        "num_speculative_tokens='auto' belongs to method='magicdec-self'; add that",
-    ),
-    "a draft model": (
-        {"model": "org/draft", "draft_kv_budget": 64},
-        "draft_kv_budget belongs to method='magicdec'; add that",
-    ),
-    "another method": (
-        {"method": "ngram", "num_speculative_tokens": 2, "draft_lookup": "on"},
-        "draft_lookup belongs to method='magicdec-self'; use that instead of method='ngram', or remove "
-        "draft_lookup",
-    ),
-    "misspelt method": (
-        {"method": "magicdec_self", "draft_kv_budget": 64},
-        "did you mean 'magicdec-self'?",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", FIELDS_WITHOUT_THEIR_METHOD)
-def test_fields_without_their_method_get_one_sentence(model_dir, case):
-    fields, sentence = FIELDS_WITHOUT_THEIR_METHOD[case]
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"draft_kv_budget": 64}, "draft_kv_budget belongs to method='magicdec-self'; add that"),
+        ({"draft-kv-budget": 64}, "draft_kv_budget belongs to method='magicdec-self'; add that"),
+        (
+            {"num_speculative_tokens": "auto"},
+            "num_speculative_tokens='auto' belongs to method='magicdec-self'; add that",
+        ),
+        (
+            {"model": "org/draft", "draft_kv_budget": 64},
+            "draft_kv_budget belongs to method='magicdec'; add that",
+        ),
+        (
+            {"method": "ngram", "num_speculative_tokens": 2, "draft_lookup": "on"},
+            "draft_lookup belongs to method='magicdec-self'; use that instead of method='ngram', or remove "
+            "draft_lookup",
+        ),
+        ({"method": "magicdec_self", "draft_kv_budget": 64}, "did you mean 'magicdec-self'?"),
+        ({"method": "eagle", "model": METHOD, "num_speculative_tokens": 2}, "remove method='eagle'"),
+    ],
+)
+def test_fields_without_their_method_get_one_sentence(model_dir, fields, sentence):
     with pytest.raises(MagicDecConfigError) as error:
         configure(model_dir, fields)
     assert str(error.value).endswith(sentence)
 
 
 ADAPTERS = {"enable_lora": True, "max_num_seqs": 256, "max_num_batched_tokens": 1024}
+ADAPTIVE = {"enable_adaptive_verification": True}
 
 
 @pytest.mark.parametrize(
@@ -253,37 +209,6 @@ def test_auto_drafts_what_a_step_with_adapters_has_room_for(model_dir, max_num_s
     assert given == {"method": METHOD, **fields}
     options = configure(model_dir, None, spec_model=METHOD, spec_tokens="auto", **engine)
     assert repr(options.speculative_config) == repr(spec)
-
-
-@pytest.mark.parametrize(
-    ("fields", "max_num_seqs", "sentence"),
-    [
-        (
-            {"num_speculative_tokens": 4},
-            256,
-            "magicdec-self: with LoRA, num_speculative_tokens=4 needs --max-num-batched-tokens 1280 for "
-            "--max-num-seqs 256, not 1024; use num_speculative_tokens=3, --max-num-seqs 204, or "
-            "--max-num-batched-tokens 1280",
-        ),
-        (
-            {"num_speculative_tokens": "auto", "max_num_speculative_tokens": 6},
-            256,
-            "max_num_speculative_tokens=6 needs --max-num-batched-tokens 1792 for --max-num-seqs 256, not "
-            "1024; use max_num_speculative_tokens=3, --max-num-seqs 146, or --max-num-batched-tokens 1792",
-        ),
-        (
-            {"num_speculative_tokens": "auto"},
-            600,
-            "max_num_speculative_tokens=1 needs --max-num-batched-tokens 1200 for --max-num-seqs 600, not "
-            "1024; use --max-num-seqs 512, or --max-num-batched-tokens 1200",
-        ),
-    ],
-)
-def test_drafts_without_room_beside_adapters_get_one_sentence(model_dir, fields, max_num_seqs, sentence):
-    engine = {**ADAPTERS, "max_num_seqs": max_num_seqs}
-    with pytest.raises(MagicDecConfigError) as error:
-        configure(model_dir, {"method": METHOD, **fields}, **engine)
-    assert sentence in str(error.value)
 
 
 def test_other_errors_of_engines_with_adapters_stay_vllms(model_dir):
@@ -303,114 +228,124 @@ def test_pages_that_attention_on_cpus_cannot_read_get_one_sentence(model_dir):
     configure(model_dir, None, block_size=48)
 
 
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"num_speculative_tokens": "auto"}, "num_speculative_tokens='auto'"),
-        ({"num_speculative_tokens": "auto", "draft_lookup": "off"}, "num_speculative_tokens='auto'"),
-        ({"draft_lookup": "on"}, "draft_lookup='on'"),
-        ({}, None),
-    ],
-)
-def test_the_log_says_once_where_seeds_do_not_repeat_answers(model_dir, monkeypatch, fields, reason):
-    lines = []
-    monkeypatch.setattr(
-        engine_config.logger, "info_once", lambda line, *values: lines.append(line % values)
-    )
-    configure(model_dir, {"method": METHOD, **fields})
-    found = [line for line in lines if "a request with a seed may get another answer" in line]
-    assert len(found) == (reason is not None) and all(f"with {reason}, " in line for line in found)
-
-
-WRONG_FIELDS = {
-    "window without room for a selection": (
-        {"draft_kv_policy": "snapkv", "snapkv_window": 1000},
+AUTO = {"num_speculative_tokens": "auto"}
+BY_TOKEN = {"draft_kv_granularity": "token"}
+SNAPKV = {"draft_kv_policy": "snapkv"}
+TOPK = {"draft_kv_policy": "verify-topk"}
+FUSED = {"compilation_config": CompilationConfig(pass_config=PassConfig(fuse_attn_quant=True))}
+# Fields, options of the engine, and a part of the sentence; "!" marks its end.
+REFUSED = [
+    (
+        {**SNAPKV, "snapkv_window": 1000},
+        {},
         "draft_kv_granularity='token', or values nearer to the defaults snapkv_window=16!",
     ),
-    "sinks without room for a selection": (
-        {"draft_kv_policy": "verify-topk", "draft_kv_sink": 2000},
+    (
+        {**TOPK, "draft_kv_sink": 2000},
+        {},
         "a smaller --block-size, or values nearer to the defaults draft_kv_sink=4!",
     ),
-    "window and sinks too large together": (
-        {"draft_kv_policy": "snapkv", "snapkv_window": 300, "draft_kv_sink": 200},
+    (
+        {**SNAPKV, "snapkv_window": 300, "draft_kv_sink": 200},
+        {},
         "or values nearer to the defaults draft_kv_sink=4, snapkv_window=16!",
     ),
-    "more drafts than the default of auto": (
-        {
-            "draft_kv_policy": "verify-topk",
-            "draft_kv_budget": 160,
-            "num_speculative_tokens": "auto",
-            "max_num_speculative_tokens": 128,
-        },
+    (
+        {**TOPK, **AUTO, "draft_kv_budget": 160, "max_num_speculative_tokens": 128},
+        {},
         "or values nearer to the defaults max_num_speculative_tokens=16!",
     ),
-    "misspelt field": ({"draft_kv_bugdet": 512}, "did you mean 'draft_kv_budget'?"),
-    "wrong type": (
+    ({**TOPK, "draft_kv_budget": 128}, {}, "use at least 160, or a smaller --block-size"),
+    ({"draft_kv_bugdet": 512}, {}, "did you mean 'draft_kv_budget'?"),
+    (
         {"draft_kv_budget": "many"},
+        {},
         "draft_kv_budget='many' is not possible: input should be a valid number, unable to parse string "
         "as a number; use a number of tokens, or a fraction of the context such as 0.06!",
     ),
-    "no draft tokens": (
+    (
         {"num_speculative_tokens": 0},
+        {},
         "num_speculative_tokens=0 is not possible: input should be greater than 0; use 1 to 128 or 'auto', "
         "or leave speculation out!",
     ),
-    "unknown policy": (
+    (
         {"draft_kv_policy": "h2o"},
+        {},
         "draft_kv_policy='h2o' is unknown; use one of streamingllm, snapkv, verify-topk",
     ),
-    "even kernel": ({"snapkv_kernel": 6}, "snapkv_kernel=6 is even; use 7"),
-    "less than a page": ({"draft_kv_budget": 20}, "is below one KV page of 32 tokens; use at least 32"),
-    "more than the model": ({"draft_kv_budget": 5000}, "above the model length; use at most 4096"),
-    "small minimum budget": (
-        {"draft_kv_budget": 0.5, "draft_kv_min_budget": 8},
-        "draft_kv_min_budget=8 is below one KV page",
-    ),
-    "unused field": ({"quantization": "fp8"}, "has no use for 'quantization'"),
-    "second draft": ({"model": "org/draft"}, "remove model='org/draft'"),
-    "limit without auto": ({"max_num_speculative_tokens": 6}, "belongs to num_speculative_tokens='auto'"),
-    "automatic budget": (
+    ({"snapkv_kernel": 6}, {}, "snapkv_kernel=6 is even; use 7"),
+    ({"draft_kv_budget": 20}, {}, "is below one KV page of 32 tokens; use at least 32"),
+    ({"draft_kv_budget": 5000}, {}, "above the model length; use at most 4096"),
+    ({"draft_kv_budget": 0.5, "draft_kv_min_budget": 8}, {}, "draft_kv_min_budget=8 is below one KV page"),
+    ({"quantization": "fp8"}, {}, "has no use for 'quantization'"),
+    ({"model": "org/draft"}, {}, "remove model='org/draft'"),
+    ({"max_num_speculative_tokens": 6}, {}, "belongs to num_speculative_tokens='auto'"),
+    (
         {"draft_kv_budget": "auto"},
+        {},
         "draft_kv_budget='auto' is no longer supported; use a number of tokens, or a fraction",
     ),
-    "kind of KV cache": (
-        {"draft_kv_cache": "whole"},
-        "magicdec-self: draft_kv_cache is no longer supported; remove it: ",
-    ),
-    "profile without auto": ({"profile": "p.json"}, "belongs to num_speculative_tokens='auto'; add that"),
-    "folder as a profile": (
-        {"num_speculative_tokens": "auto", "profile": "/tmp"},
+    ({"draft_kv_cache": "whole"}, {}, "magicdec-self: draft_kv_cache is no longer supported; remove it: "),
+    ({"profile": "p.json"}, {}, "belongs to num_speculative_tokens='auto'; add that"),
+    (
+        {**AUTO, "profile": "/tmp"},
+        {},
         "profile: /tmp is not a profile written by 'magicdec profile' (it is a folder; name a file)!",
     ),
-    "auto with vLLM's table": (
-        {"num_speculative_tokens": "auto", "num_speculative_tokens_per_batch_size": [(1, 8, 2)]},
+    (
+        {**AUTO, "num_speculative_tokens_per_batch_size": [(1, 8, 2)]},
+        {},
         "leaves no use for num_speculative_tokens_per_batch_size",
     ),
-    "sources without lookups": (
+    (
         {"draft_lookup": "off", "draft_lookup_sources": ["served"]},
+        {},
         "draft_lookup_sources belongs to draft_lookup='on' or 'auto'; use one of them or remove it",
     ),
-    "no source": (
-        {"draft_lookup_sources": []},
-        "draft_lookup_sources is empty; name 'context', 'served' or",
+    ({"draft_lookup_sources": []}, {}, "draft_lookup_sources is empty; name 'context', 'served' or"),
+    ({"draft_lookup_sources": ["context"] * 2}, {}, "names a source twice; remove one of them"),
+    ({"rejection_sample_method": "fly"}, {}, "rejection_sample_method='fly' "),
+    ({"rejection_sample_method": "synthetic"}, {}, "requires exactly one of"),
+    (
+        {**TOPK, **BY_TOKEN},
+        {},
+        "'token' is not supported by draft_kv_policy='verify-topk'; remove it or use 'page'",
     ),
-    "repeated source": (
-        {"draft_lookup_sources": ["context", "context"]},
-        "draft_lookup_sources names a source twice; remove one of them",
+    (BY_TOKEN, {}, "is not supported by draft_kv_policy='streamingllm'; remove it"),
+    ({**SNAPKV, **BY_TOKEN}, FUSED, "use -cc.pass_config.fuse_attn_quant=False, or"),
+    (ADAPTIVE, {}, "enable_adaptive_verification needs a GPU; remove it"),
+    ({**ADAPTIVE, **AUTO}, {}, "needs a fixed num_speculative_tokens, as 'auto'"),
+    (AUTO, {"scheduler_cls": "some.Scheduler"}, "remove --scheduler-cls"),
+    ({}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported"),
+    ({}, {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "context parallelism"),
+    (
+        {"num_speculative_tokens": 4},
+        ADAPTERS,
+        "magicdec-self: with LoRA, num_speculative_tokens=4 needs --max-num-batched-tokens 1280 for "
+        "--max-num-seqs 256, not 1024; use num_speculative_tokens=3, --max-num-seqs 204, or "
+        "--max-num-batched-tokens 1280",
     ),
-    # Up to vLLM 0.32 an unknown method.
-    "lossy verification": ({"rejection_sample_method": "fly"}, "rejection_sample_method='fly' "),
-    "synthetic without rates": ({"rejection_sample_method": "synthetic"}, "requires exactly one of"),
-}
+    (
+        {**AUTO, "max_num_speculative_tokens": 6},
+        ADAPTERS,
+        "max_num_speculative_tokens=6 needs --max-num-batched-tokens 1792 for --max-num-seqs 256, not "
+        "1024; use max_num_speculative_tokens=3, --max-num-seqs 146, or --max-num-batched-tokens 1792",
+    ),
+    (
+        AUTO,
+        {**ADAPTERS, "max_num_seqs": 600},
+        "max_num_speculative_tokens=1 needs --max-num-batched-tokens 1200 for --max-num-seqs 600, not "
+        "1024; use --max-num-seqs 512, or --max-num-batched-tokens 1200",
+    ),
+]
 
 
-@pytest.mark.parametrize("case", WRONG_FIELDS)
-def test_wrong_fields_get_one_sentence(model_dir, case):
-    fields, sentence = WRONG_FIELDS[case]
+@pytest.mark.parametrize(("fields", "engine", "sentence"), REFUSED)
+def test_what_cannot_work_is_refused_in_one_sentence(model_dir, fields, engine, sentence):
     with pytest.raises(MagicDecConfigError) as error:
-        configure(model_dir, {"method": METHOD, **fields})
-    assert sentence in f"{error.value}!"  # "!" marks the end of the sentence
-    assert "\n" not in str(error.value)
+        configure(model_dir, {"method": METHOD, **fields}, **engine)
+    assert sentence in f"{error.value}!" and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("lookup", ["on", "off"])
@@ -488,12 +423,8 @@ def test_lookups_on_the_v2_runner_need_a_number_of_drafts(model_dir, monkeypatch
         configure(model_dir, {**auto, "draft_lookup": "on"})
 
 
-def test_adaptive_verification_needs_vllms_support(model_dir, monkeypatch):
-    adaptive = {"method": METHOD, "enable_adaptive_verification": True}
-    with pytest.raises(MagicDecConfigError, match="enable_adaptive_verification needs a GPU; remove it"):
-        configure(model_dir, adaptive)
-    with pytest.raises(MagicDecConfigError, match="needs a fixed num_speculative_tokens, as 'auto'"):
-        configure(model_dir, {**adaptive, "num_speculative_tokens": "auto"})
+def test_adaptive_verification_needs_cuda_graphs(model_dir, monkeypatch):
+    adaptive = {"method": METHOD, **ADAPTIVE}
     configure(model_dir, {**adaptive, "enable_adaptive_verification": False})
     monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: True)
     with pytest.raises(MagicDecConfigError, match="needs CUDA graphs; remove --enforce-eager, or this"):
@@ -504,41 +435,6 @@ def test_adaptive_verification_needs_vllms_support(model_dir, monkeypatch):
         **adaptive, target_model_config=target, target_parallel_config=parallel
     )
     assert spec.enable_adaptive_verification and replace(spec).enable_adaptive_verification
-
-
-def test_another_method_with_model_magicdec_is_refused(model_dir):
-    with pytest.raises(MagicDecConfigError, match="remove method='eagle'"):
-        configure(model_dir, {"method": "eagle", "model": METHOD, "num_speculative_tokens": 2})
-
-
-REFUSED_ENGINES = {
-    "pipeline parallel": ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported"),
-    "context parallel": (
-        {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
-        "context parallelism",
-    ),
-}
-
-
-def test_budget_without_room_for_a_selection_is_refused(model_dir):
-    fields = {"method": METHOD, "draft_kv_policy": "verify-topk", "draft_kv_budget": 128}
-    with pytest.raises(MagicDecConfigError, match="use at least 160, or a smaller --block-size"):
-        configure(model_dir, fields)
-
-
-@pytest.mark.parametrize(
-    ("fields", "sentence"),
-    [
-        (
-            {"draft_kv_policy": "verify-topk"},
-            "'token' is not supported by draft_kv_policy='verify-topk'; remove it or use 'page'",
-        ),
-        ({}, "is not supported by draft_kv_policy='streamingllm'; remove it"),
-    ],
-)
-def test_unsupported_granularity_is_refused(model_dir, fields, sentence):
-    with pytest.raises(MagicDecConfigError, match=sentence):
-        configure(model_dir, {"method": METHOD, "draft_kv_granularity": "token", **fields})
 
 
 @pytest.mark.parametrize(
@@ -556,50 +452,39 @@ def test_default_granularity(policy, on_cpu, on_gpu):
         assert found.granularity(fields, "cpu") == found.granularity(fields, "cuda") == chosen
 
 
-def test_token_attention_refuses_quantised_output(model_dir):
-    fields = {"method": METHOD, "draft_kv_policy": "snapkv"}
-    fused = CompilationConfig(pass_config=PassConfig(fuse_attn_quant=True))
-    with pytest.raises(MagicDecConfigError, match=r"use -cc\.pass_config\.fuse_attn_quant=False, or"):
-        configure(model_dir, {**fields, "draft_kv_granularity": "token"}, compilation_config=fused)
-    configure(model_dir, {**fields, "draft_kv_granularity": "page"}, compilation_config=fused)
+def test_quantised_output_is_refused_for_token_attention_only(model_dir):
+    fields = {"method": METHOD, **SNAPKV}
+    configure(model_dir, {**fields, "draft_kv_granularity": "page"}, **FUSED)
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     typed = parser.parse_args(["-cc.pass_config.fuse_attn_quant=False"]).compilation_config
-    configure(model_dir, {**fields, "draft_kv_granularity": "token"}, compilation_config=typed)
+    configure(model_dir, {**fields, **BY_TOKEN}, compilation_config=typed)
 
 
-@pytest.mark.parametrize("case", REFUSED_ENGINES)
-def test_unsupported_engines_are_refused(model_dir, case):
-    engine, sentence = REFUSED_ENGINES[case]
-    with pytest.raises(MagicDecConfigError, match=sentence):
-        configure(model_dir, {"method": METHOD}, **engine)
-
-
-REFUSED_MODELS = {
-    "recurrent state": (
-        MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=64, architectures=["MambaForCausalLM"]),
-        "recurrent state",
-    ),
-    "encoder-decoder": (
-        T5Config(
-            d_model=64,
-            num_layers=2,
-            num_heads=2,
-            d_kv=32,
-            vocab_size=64,
-            architectures=["WhisperForConditionalGeneration"],
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (
+            MambaConfig(
+                hidden_size=64, num_hidden_layers=2, vocab_size=64, architectures=["MambaForCausalLM"]
+            ),
+            "recurrent state",
         ),
-        "encoder-decoder",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED_MODELS)
-def test_unsupported_models_are_refused(tmp_path, case):
-    config, sentence = REFUSED_MODELS[case]
-    config.save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(
-        json.dumps(json.loads((tmp_path / "config.json").read_text()) | {"max_position_embeddings": 4096})
-    )
+        (
+            T5Config(
+                d_model=64,
+                num_layers=2,
+                num_heads=2,
+                d_kv=32,
+                vocab_size=64,
+                architectures=["WhisperForConditionalGeneration"],
+            ),
+            "encoder-decoder",
+        ),
+    ],
+)
+def test_unsupported_models_are_refused(tmp_path, config, sentence):
+    fields = json.loads(config.to_json_string())
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "max_position_embeddings": 4096}))
     with pytest.raises(MagicDecConfigError, match=sentence):
         configure(str(tmp_path), {"method": METHOD})
 

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 from small_models import write_llama
+from test_config import configure
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
-from vllm.engine.arg_utils import EngineArgs
 
 from vllm_magicdec.adaptive import profiles
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
@@ -33,11 +33,6 @@ def draft(tmp_path_factory):
     return write_llama(tmp_path_factory.mktemp("draft"), num_hidden_layers=1)
 
 
-def configure(target, speculative_config, **engine):
-    args = {"skip_tokenizer_init": True, "max_model_len": 4096, "block_size": 32, **engine}
-    return EngineArgs(model=target, speculative_config=speculative_config, **args).create_engine_config()
-
-
 def test_draft_model_configuration(target, draft):
     config = configure(target, {"method": MODEL_METHOD, "model": draft, "draft_kv_budget": 256})
     spec = config.speculative_config
@@ -48,40 +43,26 @@ def test_draft_model_configuration(target, draft):
     assert repr(spec).startswith(f"SpeculativeConfig(method='magicdec', model={draft!r}")
 
 
-WRONG = {
-    "no model": ({"model": None}, "name one in 'model'"),
-    "target by the name of the method": ({"model": METHOD}, f"or use method='{METHOD}'"),
-    "unsupported policy": ({"draft_kv_policy": "snapkv"}, "use draft_kv_policy='streamingllm'"),
-    "unsupported field": (
-        {"parallel_drafting": True},
-        "magicdec does not take 'parallel_drafting'",
-    ),
-    "kind of KV cache": (
-        {"draft_kv_cache": "ring"},
-        "magicdec: draft_kv_cache is no longer supported; remove it: a draft model's KV cache holds",
-    ),
-    "unknown field": ({"draft_kv_bugdet": 1}, "did you mean 'draft_kv_budget'?"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_fields_get_one_sentence(target, draft, case):
-    fields, sentence = WRONG[case]
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"model": None}, "name one in 'model'"),
+        ({"model": METHOD}, f"or use method='{METHOD}'"),
+        ({"model": "/no/such/draft"}, "'/no/such/draft'"),
+        ({"method": METHOD}, "use method='magicdec' to draft with that model"),
+        ({"draft_kv_policy": "snapkv"}, "use draft_kv_policy='streamingllm'"),
+        ({"parallel_drafting": True}, "magicdec does not take 'parallel_drafting'"),
+        (
+            {"draft_kv_cache": "ring"},
+            "magicdec: draft_kv_cache is no longer supported; remove it: a draft model's KV cache holds",
+        ),
+        ({"draft_kv_bugdet": 1}, "did you mean 'draft_kv_budget'?"),
+    ],
+)
+def test_wrong_fields_get_one_sentence(target, draft, fields, sentence):
     with pytest.raises(MagicDecConfigError) as error:
         configure(target, {"method": MODEL_METHOD, "model": draft, **fields})
     assert sentence in str(error.value) and "\n" not in str(error.value)
-
-
-def test_missing_draft_gets_one_sentence(target):
-    with pytest.raises(MagicDecConfigError) as error:
-        configure(target, {"method": MODEL_METHOD, "model": "/no/such/draft"})
-    assert str(error.value).startswith("magicdec: ") and "'/no/such/draft'" in str(error.value)
-    assert len(str(error.value)) < 220
-
-
-def test_self_speculation_with_a_model_suggests_the_other_method(target, draft):
-    with pytest.raises(MagicDecConfigError, match="use method='magicdec' to draft with that model"):
-        configure(target, {"method": METHOD, "model": draft})
 
 
 @pytest.mark.parametrize(
@@ -114,30 +95,20 @@ def write_tokenizer(path: str, words: list[str], added: Sequence[str] = ()) -> N
 
 
 def test_different_tokenizers_are_refused(target, draft, tmp_path):
-    own, theirs = (shutil.copytree(model, tmp_path / name) for model, name in ((target, "t"), (draft, "d")))
-    words = [f"word{index}" for index in range(64)]
-    write_tokenizer(own, words)
-    fields = {"method": MODEL_METHOD, "model": str(theirs)}
-    # A draft without a tokenizer only gets a warning.
-    configure(str(own), fields, skip_tokenizer_init=False)
-    write_tokenizer(theirs, words)
-    configure(str(own), fields, skip_tokenizer_init=False)
-    write_tokenizer(theirs, [*words[:60], *words[:59:-1]])
-    with pytest.raises(MagicDecConfigError, match="4 tokens have other ids in the tokenizer"):
-        configure(str(own), fields, skip_tokenizer_init=False)
-
-
-def test_tokenizers_may_use_different_reserved_ids(target, draft, tmp_path):
+    """Reserved ids at the end may differ, and a draft without a tokenizer gets a warning."""
     own, theirs = (shutil.copytree(model, tmp_path / name) for model, name in ((target, "t"), (draft, "d")))
     words = [f"word{index}" for index in range(60)]
     fields = {"method": MODEL_METHOD, "model": str(theirs)}
-    write_tokenizer(own, words, added=["<think>", "<end>"])
+    write_tokenizer(own, words, ["<think>", "<end>"])
+    configure(str(own), fields, skip_tokenizer_init=False)
     for added in ([], ["<reserved 0>"], ["<reserved 0>", "<end>"]):
         write_tokenizer(theirs, words, added)
         configure(str(own), fields, skip_tokenizer_init=False)
-    write_tokenizer(theirs, words, added=["<end>", "<think>"])
-    with pytest.raises(MagicDecConfigError, match="2 tokens have other ids in the tokenizer"):
-        configure(str(own), fields, skip_tokenizer_init=False)
+    swapped = [*words[:58], *words[:57:-1]]
+    for others in ((words, ["<end>", "<think>"]), (swapped, ["<think>", "<end>"])):
+        write_tokenizer(theirs, *others)
+        with pytest.raises(MagicDecConfigError, match="2 tokens have other ids in the tokenizer"):
+            configure(str(own), fields, skip_tokenizer_init=False)
 
 
 @pytest.fixture
@@ -185,10 +156,7 @@ def test_profile_of_the_same_draft_is_accepted(target, draft, profile, warned, m
 
 @pytest.mark.parametrize(
     ("measured", "drafts"),
-    [
-        ({"method": METHOD}, True),
-        ({"method": MODEL_METHOD, "model": "org/other"}, False),
-    ],
+    [({"method": METHOD}, True), ({"method": MODEL_METHOD, "model": "org/other"}, False)],
 )
 def test_profile_of_the_other_method_is_refused(target, draft, profile, measured, drafts):
     path = profile({"model": target, "speculative_config": measured})
@@ -198,42 +166,35 @@ def test_profile_of_the_other_method_is_refused(target, draft, profile, measured
     assert "measure again with 'magicdec profile', or remove 'profile'" in str(error.value)
 
 
-@pytest.mark.parametrize("drafts", [True, False])
-def test_profile_of_another_name_gets_a_warning(target, draft, profile, warned, drafts):
-    """The folder may be mounted under another name, or be a link."""
-    measured = {"method": MODEL_METHOD, "model": "org/other"} if drafts else {"method": METHOD}
-    path = profile({"model": "org/other", "speculative_config": measured})
-    configure(target, auto_with(path, draft if drafts else None))
-    (line,) = warned()
-    own = draft if drafts else target
-    assert f"{path} was measured with drafts of 'org/other', not '{own}'; if these are not the" in line
-    assert line.endswith("measure again with 'magicdec profile'")
-
-
-def test_profile_of_another_target_gets_a_warning(target, draft, profile, warned):
-    """The draft is the same, but the target takes most of a round."""
-    measured = {"method": MODEL_METHOD, "model": draft}
-    configure(target, auto_with(profile({"model": target, "speculative_config": measured}), draft))
-    assert not warned()
-    path = profile({"model": "org/larger", "speculative_config": measured})
-    configure(target, auto_with(path, draft))
-    (line,) = warned()
-    assert f"{path} was measured with 'org/larger', not '{target}'; if these are not the same size" in line
+BY_OTHER = {"model": "org/other", "speculative_config": {"method": MODEL_METHOD, "model": "org/other"}}
+NAMELESS = "does not name the model that drafted"
 
 
 @pytest.mark.parametrize(
-    "description",
+    ("measured", "drafts", "what"),
     [
-        {},
-        {"speculative_config": 5},
-        {"speculative_config": {"method": MODEL_METHOD, "model": 5}},
+        # The folder may be mounted under another name, or be a link.
+        (BY_OTHER, True, "was measured with drafts of 'org/other', not '{draft}'"),
+        (
+            {"model": "org/other", "speculative_config": {"method": METHOD}},
+            False,
+            "was measured with drafts of 'org/other', not '{target}'",
+        ),
+        ({"model": "org/larger"}, True, "was measured with 'org/larger', not '{target}'"),
+        ({"speculative_config": None}, True, NAMELESS),
+        ({"speculative_config": 5}, True, NAMELESS),
+        ({"speculative_config": {"method": MODEL_METHOD, "model": 5}}, True, NAMELESS),
     ],
 )
-def test_profile_without_a_draft_gets_a_warning(target, draft, profile, warned, description):
-    path = profile(description)
-    configure(target, auto_with(path, draft))
+def test_profile_of_another_model_gets_a_warning(target, draft, profile, warned, measured, drafts, what):
+    same = {"model": target, "speculative_config": {"method": MODEL_METHOD, "model": draft}}
+    configure(target, auto_with(profile(same), draft))
+    assert not warned()
+    path = profile({**same, **measured})
+    configure(target, auto_with(path, draft if drafts else None))
     (line,) = warned()
-    assert f"{path} does not name the model that drafted" in line and draft in line
+    assert f"{path} {what.format(draft=draft, target=target)}" in line
+    assert line.endswith("measure again with 'magicdec profile'")
 
 
 @pytest.mark.parametrize(

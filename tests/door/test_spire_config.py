@@ -8,9 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import test_config
 from small_models import SIZES, write_llama
 from vllm.config.utils import replace
-from vllm.engine.arg_utils import EngineArgs
 
 from vllm_magicdec.errors import MODEL_METHOD, MagicDecConfigError
 from vllm_magicdec.plugin import register
@@ -59,8 +59,7 @@ def draft(tmp_path_factory) -> str:
 
 def configure(target: str, draft: str, engine: dict | None = None, **fields):
     spec = {"method": MODEL_METHOD, "model": draft, **fields}
-    given = {"skip_tokenizer_init": True, "max_model_len": 4096, "block_size": 32, **(engine or {})}
-    return EngineArgs(model=target, speculative_config=spec, **given).create_engine_config()
+    return test_config.configure(target, spec, **(engine or {}))
 
 
 def test_view_of_training_is_used(target, draft):
@@ -78,16 +77,12 @@ def test_serving_reads_settings_of_training(target, tmp_path):
     assert spec.spire == settings and spec.draft_kv_budget == 32
 
 
-def test_window_longer_than_the_model_is_clipped(target, draft):
-    spec = configure(target, draft, {"max_model_len": 128}).speculative_config
-    assert spec.draft_kv_budget == 128
-
-
 @pytest.mark.parametrize("max_model_len", [128, 4096])
-def test_view_of_training_may_be_given(target, draft, max_model_len):
-    fields = {"draft_kv_budget": 256, "draft_kv_sink": 4, "draft_kv_policy": "streamingllm"}
-    config = configure(target, draft, {"max_model_len": max_model_len}, **fields)
-    assert config.speculative_config.draft_kv_budget == min(256, max_model_len)
+def test_view_of_training_may_be_given_and_is_clipped_to_the_model(target, draft, max_model_len):
+    view = {"draft_kv_budget": 256, "draft_kv_sink": 4, "draft_kv_policy": "streamingllm"}
+    for fields in ({}, view):
+        spec = configure(target, draft, {"max_model_len": max_model_len}, **fields).speculative_config
+        assert spec.draft_kv_budget == min(256, max_model_len)
 
 
 @pytest.mark.parametrize("number", [4, "auto"])
@@ -99,66 +94,43 @@ def test_configuration_survives_copies(target, draft, number):
         assert copied.policy is spec.policy and copied.draft_kv_budget == spec.draft_kv_budget
 
 
-TRAINED = "was trained with 4 sinks and a window of 252 tokens"
-WRONG_FIELDS = {
-    "other budget": ({"draft_kv_budget": 128}, TRAINED),
-    "default budget of other drafts": ({"draft_kv_budget": 512}, TRAINED),
-    "other sinks": ({"draft_kv_sink": 8}, TRAINED),
-    "other policy": ({"draft_kv_policy": "snapkv"}, TRAINED),
-    "lookups": ({"draft_lookup": "on"}, "draft_lookup='on' is not supported with a SPIRe draft"),
-    "quantised": ({"quantization": "fp8"}, "quantization='fp8' is not possible with a SPIRe draft"),
-}
+QUANTISED = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
+NO_DRAFT = "this is no SPIRe draft of version 1"
 
 
-@pytest.mark.parametrize("case", WRONG_FIELDS)
-def test_wrong_fields_get_one_sentence(target, draft, case):
-    fields, sentence = WRONG_FIELDS[case]
+@pytest.mark.parametrize(
+    ("spire", "written", "fields", "sentence"),
+    [
+        *(
+            ({}, {}, fields, "was trained with 4 sinks and a window of 252 tokens")
+            for fields in (
+                {"draft_kv_budget": 128},
+                {"draft_kv_budget": 512},
+                {"draft_kv_sink": 8},
+                {"draft_kv_policy": "snapkv"},
+            )
+        ),
+        ({"sinks": 8}, {}, {"draft_kv_sink": 4}, "draft_kv_sink=4 is not possible"),
+        ({}, {}, {"draft_lookup": "on"}, "draft_lookup='on' is not supported with a SPIRe draft"),
+        ({}, {}, {"quantization": "fp8"}, "quantization='fp8' is not possible with a SPIRe draft"),
+        ({"target_num_hidden_layers": 12}, {}, {}, "with num_hidden_layers=12, and"),
+        ({}, {"hidden_size": 128, "head_dim": 64}, {}, "with hidden_size=128, and"),
+        ({"version": 2}, {}, {}, NO_DRAFT),
+        ({"window": None}, {}, {}, NO_DRAFT),
+        ({"target_activations": False}, {}, {}, NO_DRAFT),
+        ({"window": 0}, {}, {}, "contradicts itself"),
+        ({}, {"num_hidden_layers": 3}, {}, "contradicts itself"),
+        ({}, QUANTISED, {}, "a quantised SPIRe draft (fp8) is not possible"),
+        *(
+            ({name: value}, {}, {}, f"spire.{name}")
+            for name, value in {"target_layers": ["a"], "sinks": True, "window": 1e9, "target": 1}.items()
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_sentence(target, tmp_path, spire, written, fields, sentence):
     with pytest.raises(MagicDecConfigError) as error:
-        configure(target, draft, **fields)
+        configure(target, write_draft(tmp_path, spire, **written), **fields)
     assert sentence in str(error.value) and "\n" not in str(error.value)
-
-
-WRONG_DRAFTS = {
-    "deeper target": ({"target_num_hidden_layers": 12}, {}, "with num_hidden_layers=12, and"),
-    "wider target": ({}, {"hidden_size": 128, "head_dim": 64}, "with hidden_size=128, and"),
-    "other version": ({"version": 2}, {}, "this is no SPIRe draft of version 1"),
-    "missing key": ({"window": None}, {}, "this is no SPIRe draft of version 1"),
-    "empty window": ({"window": 0}, {}, "contradicts itself"),
-    "more layers": ({}, {"num_hidden_layers": 3}, "contradicts itself"),
-    "quantised": (
-        {},
-        {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
-        "a quantised SPIRe draft (fp8) is not possible",
-    ),
-    "without target activations": (
-        {"target_activations": False},
-        {},
-        "this is no SPIRe draft of version 1",
-    ),
-}
-
-
-WRONG_VALUES = [("target_layers", ["a", "b"]), ("sinks", True), ("window", 1e9), ("target", 1)]
-
-
-@pytest.mark.parametrize(("name", "value"), WRONG_VALUES)
-def test_values_of_wrong_types_are_refused(target, tmp_path, name, value):
-    with pytest.raises(MagicDecConfigError) as error:
-        configure(target, write_draft(tmp_path, {name: value}))
-    assert f"spire.{name}" in str(error.value) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("case", WRONG_DRAFTS)
-def test_unsupported_drafts_are_refused(target, tmp_path, case):
-    spire, fields, sentence = WRONG_DRAFTS[case]
-    with pytest.raises(MagicDecConfigError) as error:
-        configure(target, write_draft(tmp_path, spire, **fields))
-    assert sentence in str(error.value) and "\n" not in str(error.value)
-
-
-def test_default_sinks_of_other_drafts_are_refused(target, tmp_path):
-    with pytest.raises(MagicDecConfigError, match=r"draft_kv_sink=4 is not possible.* with 8 sinks"):
-        configure(target, write_draft(tmp_path, {"sinks": 8}), draft_kv_sink=4)
 
 
 @pytest.mark.parametrize("name", [".", "config.json"])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from batches import NoSelector, make_batch
+from batches import NoSelector, make_batch, make_selections, make_slots
 from hypothesis import strategies as st
 
 from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
@@ -34,10 +34,7 @@ PAGE, WINDOW, NUM_LAYERS, NUM_KV_HEADS = 4, 6, 2, 2
 class Target:
     """Four groups of layers: by pages, within a window, by pages of every layer's own, and by tokens.
 
-    Args:
-        cache: [num_groups] tokens by slot.
-        max_pass_tokens: see `drafting.ports.Target`.
-        reads_ahead: see `drafting.ports.Target`.
+    `cache` has the tokens of each group by slot.
     """
 
     def __init__(
@@ -138,14 +135,8 @@ class Round:
         """Return the drafts of staged passes, the target with their writes, and the counters."""
         target = Target([dict(cache) for cache in self.cache], max_pass_tokens, reads_ahead)
         counters = LookupCounters(Counts())
-        staged = StagedDrafts(
-            target,
-            lookups,
-            counters,
-            max_num_reqs=len(self.tables),
-            max_drafts=self.num_steps,
-            max_model_len=self.model_len,
-        )
+        sizes = {"max_num_reqs": len(self.tables), "max_drafts": self.num_steps}
+        staged = StagedDrafts(target, lookups, counters, max_model_len=self.model_len, **sizes)
         drafts = staged.draft(self.batch, self.num_steps, lambda: steps_of(self))
         counted = {name.removeprefix("lookup_"): n for name, n in counters.totals.items()}
         assert counted["passes"] == len(target.pass_lens) and not counted["cut_tokens"]
@@ -185,23 +176,11 @@ def rounds(draw_, max_steps: int = 9, model_len: int = 60):
     )
 
     def slots() -> DraftSlots:
-        return DraftSlots(
-            page_size=PAGE,
-            max_num_reqs=num_reqs + 1,
-            max_num_steps=num_steps,
-            max_model_len=model_len,
-            device=CPU,
-        )
+        return make_slots(PAGE, num_reqs + 1, num_steps, model_len)
 
     def select(num_heads: int, most: int, ends: list[int]) -> Selections:
         """Entries between the first one, which is a sink, and `ends`."""
-        selections = Selections(
-            num_layers=NUM_LAYERS,
-            num_heads=num_heads,
-            max_num_reqs=num_reqs + 1,
-            max_selected=most,
-            device=CPU,
-        )
+        selections = make_selections(NUM_LAYERS, num_heads, num_reqs + 1, most)
         selections.begin_round(req_ids)
         for req_id, context_len, end in zip(req_ids, lens, ends, strict=True):
             count = min(most, max(0, end - 1))

@@ -86,13 +86,6 @@ def test_confidence_converges_to_the_observed_acceptance(true_chance, predicted)
         assert confidence.chance(other) == Confidence().chance(other)
 
 
-@pytest.mark.parametrize("predicted", Predicted)
-def test_prior_acceptance_grows_with_the_probability(predicted):
-    probabilities = (float("nan"), 0.0, 1e-9, 0.05, 0.3, 0.5, 0.9, 0.999, 1.0)
-    chances = [Confidence().chance(Evidence(p, predicted)) for p in probabilities]
-    assert chances == sorted(chances) and chances[0] < 0.6 and chances[-1] > 0.99
-
-
 @pytest.mark.parametrize("probability", [0.0, 0.01, 0.1, 0.3, 0.5, 0.9, 0.99, 1.0])
 def test_prior_acceptance_is_highest_with_an_agreeing_lookup(probability):
     chances = [
@@ -133,30 +126,6 @@ def learned_of(staged: StagedDrafts, batch, drafts: Sequence[int]) -> dict[str, 
 def test_evidence_contains_the_lookup_of_the_position(looked_up, reads_ahead, predicted):
     staged = make_staged(Counting(reads_ahead), Lookup(a=looked_up))
     assert learned_of(staged, batch_of(a=[7, 8]), [1, 2, 3, 4]) == {"a": predicted}
-
-
-@pytest.mark.parametrize(
-    ("max_pass_tokens", "predicted"),
-    [
-        (100, {"b": [SAME] * 4, "c": [ANOTHER, SAME, SAME, NOTHING], "d": [SAME, SAME, NOTHING, NOTHING]}),
-        # Of the first pass the second request has all the room, and has none for its last token.
-        (
-            6,
-            {
-                "b": [SAME, SAME, SAME, NOTHING],
-                "c": [NOTHING, SAME, SAME, NOTHING],
-                "d": [NOTHING, SAME, NOTHING, NOTHING],
-            },
-        ),
-    ],
-)
-def test_evidence_is_kept_by_request(max_pass_tokens, predicted):
-    """The first one's prompt is not whole, the second has its drafts after a pass, the others go on."""
-    lookups = Lookup(a=(1, 9, 9, 9), b=(1, 2, 3, 4), c=(9, 2, 3), d=(1, 2))
-    staged = make_staged(Counting(True, max_pass_tokens), lookups)
-    batch = batch_of(a=[7, 8], b=[5, 6], c=[4, 3], d=[2, 1])
-    batch = replace(batch, is_prefilling=[True, False, False, False])
-    assert learned_of(staged, batch, [1, 2, 3, 4]) == predicted
 
 
 def test_confidence_learns_from_verification():

@@ -204,20 +204,6 @@ def test_cache_failures_during_a_pause_do_not_extend_it(make_drafter):
     assert len(said) == 3, "a trace, and a line for each pause"
 
 
-def test_failures_after_plain_steps_are_counted_and_logged_once(make_drafter):
-    made = make_drafter(Target())
-
-    def follow():
-        raise RuntimeError("broken on purpose")
-
-    with listening() as said:
-        for _ in range(100):
-            assert not made.follow_plain_step(follow)
-    assert components_of(made) == {"own_cache": 100}
-    assert made._failures.totals["draft_pauses"] == 1
-    assert len(said) == 2, "a trace, and a line for the pause"
-
-
 def test_unreadable_histories_cost_only_speed(make_drafter):
     made = make_drafter(Target(), draft_lookup="on")
     batch = make_batch(["a"], torch.arange(64, dtype=torch.int32).unsqueeze(0), [13])
@@ -229,23 +215,6 @@ def test_unreadable_histories_cost_only_speed(make_drafter):
     assert components_of(made) == {"histories": 1}
     history = History(np.array([1, 2, *[7] * 10, 1], dtype=np.int32), [2])
     assert made.draft(GAMMA, lambda: batch, lambda batch: [history]).tokens == [[7] * GAMMA]
-
-
-def test_an_unreadable_batch_costs_only_speed(make_drafter):
-    made = make_drafter(Target(), draft_lookup="on")
-
-    def read_batch():
-        raise AttributeError("broken on purpose")
-
-    assert made.draft(GAMMA, read_batch) is None
-    assert components_of(made) == {"batch": 1}
-
-
-def test_a_policy_that_fails_is_counted_as_such(make_drafter, monkeypatch):
-    made = make_drafter(Target())
-    monkeypatch.setattr(made._views[1], "prepare", lambda *args: 1 / 0)
-    assert draft(made) is None
-    assert components_of(made) == {"selection": 1}
 
 
 def test_a_round_with_lookups_takes_one_pass_where_they_are_right(make_drafter):
@@ -260,18 +229,6 @@ def test_a_round_with_lookups_takes_one_pass_where_they_are_right(make_drafter):
     assert target.num_tries == 1, "no draft step is made where lookups draft alone"
     target.is_broken = True
     assert made.draft(GAMMA, lambda: batch) is None
-
-
-def test_failures_with_successes_between_them_end_nothing(make_drafter):
-    target = Target()
-    made = make_drafter(target)
-    for _ in range(3):
-        target.is_broken = True
-        for _ in range(FAILURES_BEFORE_A_PAUSE - 1):
-            assert draft(made) is None
-        target.is_broken = False
-        for _ in range(FIRST_PAUSE):
-            assert draft(made) == [7] * GAMMA
 
 
 def test_a_tensor_parallel_rank_ends_with_a_failure(make_drafter, monkeypatch):

@@ -6,18 +6,17 @@ Engines are simulated step by step; tests/engine/ has real ones.
 
 import random
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from batches import make_slots
 from policies.test_host_sync import no_host_reads
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.drafting.model_cache import ModelCache
 from vllm_magicdec.views.round import Batch, PageView, Part, Pass, Queries, TargetStep
-from vllm_magicdec.views.slots import DraftSlots
 from vllm_magicdec.views.tensors import PAD_SLOT
 
 PAGE, MODEL_LEN, NUM_ROWS, MAX_DRAFTS = 4, 96, 3, 4
@@ -45,12 +44,8 @@ class Request:
 class ImaginedEngine:
     """A simulated runner with a draft model; its cache maps slots to token and position.
 
-    Args:
-        seed: of all that is random.
-        knows_accepted: the host knows the result of a step, as on the V1 runner.
-        is_async: with bounds, the host does not know the result of the previous step either.
-        max_num_tokens: of a pass.
-        lookup: which rounds begin with a wide pass.
+    The host knows the result of a step (`knows_accepted`, as on the V1 runner), or bounds; if `is_async`,
+    not even that of the step before. `lookup` says which rounds begin with a wide pass.
     """
 
     def __init__(
@@ -68,13 +63,7 @@ class ImaginedEngine:
         self._table = 1 + torch.arange(NUM_ROWS * PAGES_OF_ROW, dtype=torch.int32).view(NUM_ROWS, -1)
         self._cache: dict[int, tuple[int, int]] = {}
         self.read_tokens = self.num_catch_ups = self.most_lacking = self.read_in_view = self.num_skipped = 0
-        self._draft_slots = DraftSlots(
-            page_size=PAGE,
-            max_num_reqs=NUM_ROWS,
-            max_num_steps=MAX_DRAFTS,
-            max_model_len=MODEL_LEN,
-            device=CPU,
-        )
+        self._draft_slots = make_slots(PAGE, NUM_ROWS, MAX_DRAFTS, MODEL_LEN)
         self._max_num_tokens = max_num_tokens
         self.draft = ModelCache(
             self,
@@ -298,24 +287,6 @@ def test_every_verified_token_is_cached_before_a_view_shows_it(seed, host, looku
     assert engine.most_lacking > 1 or engine.num_skipped  # tokens of plain steps wait
     assert (engine.num_catch_ups > 0) == (lookup != "wide")
     assert (engine.read_in_view > 0) == (lookup != "off")
-
-
-@pytest.mark.parametrize("lookup", ["off", "wide"])
-def test_without_plain_steps_only_prompts_take_a_catch_up_pass_over_all_pages(lookup):
-    engine = ImaginedEngine(0, is_async=True, lookup=lookup)
-    for request in engine.requests:
-        request.prompt_len = request.prefill_len = len(request.tokens)
-    while any(request.is_prefilling for request in engine.requests):
-        engine.step(MAX_DRAFTS)
-    engine._rng = SimpleNamespace(  # no request is preempted
-        random=lambda: 1.0,
-        **{name: getattr(random.Random(1), name) for name in ("randint", "randrange", "sample")},
-    )
-    before = engine.read_tokens
-    for _ in range(5):
-        engine.step(MAX_DRAFTS)
-    assert engine.read_tokens == before
-    assert (engine.read_in_view > 0) == (lookup == "wide")
 
 
 def test_passes_are_no_larger_than_those_of_the_target():

@@ -11,15 +11,7 @@ from math import inf
 
 import numpy as np
 import pytest
-import torch
-from batches import make_batch
-from hashing_target import (
-    Round,
-    Target,
-    assert_only_lookahead_was_written,
-    rounds,
-    steps_of,
-)
+from hashing_target import Round, Target, assert_only_lookahead_was_written, rounds, steps_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytest import MonkeyPatch
@@ -29,7 +21,7 @@ from vllm_magicdec.adaptive.draft_plan import NUM_BUCKETS, DraftPlan, bucket_of
 from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
 from vllm_magicdec.drafting.confidence import Confidence, Evidence, Predicted
 from vllm_magicdec.drafting.pauses import FAILURES_BEFORE_A_PAUSE
-from vllm_magicdec.drafting.staged import StagedDrafts, _gain, _RequestDrafts, _worth_verifying_unchecked
+from vllm_magicdec.drafting.staged import StagedDrafts
 from vllm_magicdec.lookup.continuation import MIN_ACCEPTANCE, Continuation
 from vllm_magicdec.lookup.history import History
 
@@ -206,60 +198,6 @@ def test_worthwhile_lookups_follow_the_drafts_unchecked(drawn, chance, min_accep
     assert counted["pass_accepted_tokens"] == sum(map(len, drafts)) - num_unread
 
 
-@pytest.mark.parametrize("reads_ahead", [True, False])
-def test_a_pass_is_weighed_against_unchecked_lookups(reads_ahead):
-    """Where lookups are sure, a pass brings less; what is not worth verifying does not count."""
-    target = Target([], reads_ahead=reads_ahead)
-    sizes = {"max_num_reqs": 2, "max_drafts": 4, "max_model_len": 60}
-    staged = StagedDrafts(target, RandomLookups(0), LookupCounters(Counts()), **sizes)
-    plan = DraftPlan(8, min_acceptance=0.2)
-
-    def net(chances: list[float]) -> float:
-        found = Continuation([5] * len(chances), chances)
-        instead = _worth_verifying_unchecked(found, 0.9, plan)
-        read = staged._checkable(found, 5)
-        assert len(read.tokens) == (min(4, len(chances)) if reads_ahead else 0)
-        return _gain([0.9], [read], 0.8, plan) - staged._gain_instead([0.9], [instead], plan)
-
-    own = 0.9 * 0.8 - 0.2  # of the draft that the pass alone draws
-    assert net([1.0] * 5) == pytest.approx(own - 0.7)  # in place of the last one found
-    assert net([]) == pytest.approx(own)
-    assert net([0.2, 1.0]) == pytest.approx(own + 0.7 * 0.4 if reads_ahead else own)
-    assert net([0.5]) == pytest.approx(own + 0.7 * 0.5 - 0.25 if reads_ahead else own - 0.25)
-
-
-def test_a_pause_ends_only_by_lookups_that_work(monkeypatch):
-    monkeypatch.setattr(envs, "strict", lambda: False)
-
-    class NeverWork(RandomLookups):
-        def look_up(self, req_id, drafted, most, *min_acceptance):
-            assert most > 0
-            raise RuntimeError("broken on purpose")
-
-    table = torch.arange(16, dtype=torch.int32).unsqueeze(0)
-    batch = replace(
-        make_batch(["a"], table, [2]), histories=[History(np.array([1, 2], dtype=np.int32), [3])]
-    )
-    sizes = {"max_num_reqs": 2, "max_drafts": 4, "max_model_len": 60}
-    staged = StagedDrafts(Target([]), NeverWork(0), LookupCounters(Counts()), **sizes)
-    noted = []
-    monkeypatch.setattr(staged._lookup_pauses, "note_success", lambda: noted.append("success"))
-    monkeypatch.setattr(staged._lookup_pauses, "note_failure", lambda: noted.append("failure"))
-    for most, expected in [(0, []), (1, ["failure"])]:
-        noted.clear()
-
-        def look_up(*args, most=most):
-            staged._look_up(["a"], [()], [most])
-            return []
-
-        monkeypatch.setattr(staged, "_draft_round", look_up)
-        staged.draft(batch, 4, list)
-        assert noted == expected
-    monkeypatch.setattr(staged, "_lookups", RandomLookups(0))
-    staged.draft(batch, 4, list)
-    assert noted == ["failure", "success"]
-
-
 def test_a_source_that_fails_pauses_no_lookups(monkeypatch):
     monkeypatch.setattr(envs, "strict", lambda: False)
     sizes = {"max_num_reqs": 2, "max_drafts": 4, "max_model_len": 60}
@@ -419,32 +357,3 @@ def test_lookups_that_fail_leave_the_drafts_as_they_are(drawn, num_good):
         if max(drawn.wanted) > 1:  # for a single draft nothing is looked up
             with pytest.raises(RuntimeError):
                 staged.draft(drawn.batch, drawn.num_steps, lambda: steps_of(drawn))
-
-
-@pytest.mark.parametrize(
-    ("num_kept", "verified", "num_accepted"),
-    [
-        (3, [9, 8, 7, 6], 3),
-        (3, [9, 8, 4], 2),
-        (3, [5], 0),
-        (1, [9, 8], 1),  # the second one was cut, and the target drew it
-        (0, [9], 0),
-        (3, [9], 0),  # of a request that was preempted before they were verified
-        (3, [5, 9, 8], 0),
-        (3, [9, 4, 1, 1], 0),  # rounds without drafts came between: of them nobody knows
-    ],
-)
-def test_accepted_drafts_of_passes_are_counted(num_kept, verified, num_accepted):
-    table = torch.arange(16, dtype=torch.int32).unsqueeze(0)
-    staged = StagedDrafts(
-        None, RandomLookups(0), LookupCounters(Counts()), max_num_reqs=2, max_drafts=4, max_model_len=60
-    )
-
-    def history_of(tokens: list[int]):
-        history = History(np.array(tokens[:-1], dtype=np.int32), tokens[-1:])
-        return replace(make_batch(["a"], table, [len(tokens) - 1]), histories=[history])
-
-    own = _RequestDrafts(3, [9, 8, 7])
-    staged._propose(history_of([1, 2]), 0, own, own.tokens[:num_kept])
-    staged._follow(history_of([1, 2, *verified]), [0])
-    assert staged._counters.totals["pass_accepted_tokens"] == num_accepted

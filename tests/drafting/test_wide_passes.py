@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hashing_target import CPU, Target, assert_only_lookahead_was_written, rounds, steps_of
+from hashing_target import Target, assert_only_lookahead_was_written, rounds, steps_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
@@ -18,7 +18,6 @@ from scipy.stats import chisquare
 from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
 from vllm_magicdec.drafting import wide_passes as module
 from vllm_magicdec.drafting.wide_passes import _DELAY, WidePasses
-from vllm_magicdec.lookup.device_lookups import DeviceLookups
 from vllm_magicdec.lookup.history import Texts
 from vllm_magicdec.views.round import Round, Sampled
 
@@ -171,43 +170,6 @@ def test_the_host_waits_only_for_drafts_that_are_made(monkeypatch):
     for round_ in range(1, 8):
         draft_round(wide, drafts, drawn.batch, steps_of(drawn))
         assert read == list(range(1, round_ - 2))
-
-
-@settings(max_examples=60, deadline=None)
-@given(rounds())
-def test_the_requests_own_texts_change_no_draft(drawn):
-    if not all_fit(drawn):
-        return
-    expected, target = one_by_one(drawn), WideTarget(drawn)
-    lookups = DeviceLookups(len(expected), drawn.model_len, 1000, CPU, has_kernels=False)
-    wide, _ = wide_passes(target, drawn, lookups, drawn.num_steps)
-    for _ in range(3):
-        drafts = torch.zeros_like(expected)
-        num_passes = draft_round(wide, drafts, drawn.batch, steps_of(drawn))
-        assert num_passes == drawn.num_steps and torch.equal(drafts, expected)
-
-
-@pytest.mark.parametrize(
-    ("num_steps", "extra_passes", "num_passes"),
-    [(1, 0, 0), (2, 0, 1), (3, 0, 2), (8, 0, 4), (9, 0, 5), (2, 1, 0), (3, 1, 0), (4, 1, 2), (8, 1, 4)],
-)
-def test_a_wide_pass_is_assumed_to_make_two_drafts(num_steps, extra_passes, num_passes):
-    """Where so many, with the others of the round, are no fewer than passes of one token, there is none."""
-    runner = SimpleNamespace(max_wide_reqs=lambda num_steps: 1)
-    sizes = {"lengths": [num_steps], "max_model_len": 100, "extra_passes": extra_passes}
-    wide = WidePasses(runner, RandomLookups(0), LookupCounters(Counts()), **sizes)
-    batch = SimpleNamespace(req_ids=["a"], known_lens=[5], is_prefilling=[False])
-    assert wide.begin_round(batch, num_steps) == num_passes
-
-
-def test_unfinished_prompts_take_no_wide_pass():
-    drawn = _a_round(all_fit)
-    drafts = torch.zeros((len(drawn.tables), drawn.num_steps), dtype=torch.int64)
-    wide, _ = wide_passes(WideTarget(drawn), drawn, RandomLookups(0))
-    force(wide, 1)
-    prompts = replace(drawn.batch, is_prefilling=[True] * len(drafts))
-    assert draft_round(wide, drafts, prompts, steps_of(drawn)) == 0
-    assert draft_round(wide, drafts, drawn.batch, steps_of(drawn)) == 1
 
 
 def test_rounds_that_wide_passes_do_not_suit_take_passes_of_one_token():

@@ -6,108 +6,93 @@ On a GPU the host does not have the latest tokens; here the V2 runner looks up t
 
 import engines
 import pytest
-from engines import MODEL_LEN, POLICIES
+from draft_engines import V2_ENGINE, V2_TOKENS, drafting_with, on_v2
+from engines import POLICIES
 from greedy import assert_same_tokens, first_tokens
-from test_draft_lookup import lookup_metrics, on_v2, with_lookups
+from test_draft_lookup import lookup_metrics, with_lookups
 
 pytestmark = pytest.mark.extended
 
 ON_DEVICE = {"MAGICDEC_TEST_TOKENS_ON_DEVICE": "1"}
-NUM_TOKENS = 24
+WHOLE = V2_ENGINE["max_model_len"]
 
 
-def run_on_device(steps, env=None, **engine) -> engines.EngineRun:
-    run = engines.run(steps, env={**ON_DEVICE, **(env or {})}, **engine)
+@pytest.fixture
+def batch(prompts) -> dict:
+    return on_v2(prompts)[1]
+
+
+@pytest.fixture
+def expected(prompts, plain) -> list[dict]:
+    return [first_tokens(plain[i], V2_TOKENS) for i in on_v2(prompts)[0]]
+
+
+def run_on_device(steps, spec, env=None, **engine) -> engines.EngineRun:
+    run = engines.run(
+        steps, env={**ON_DEVICE, **(env or {})}, speculative_config=spec, **{**V2_ENGINE, **engine}
+    )
     assert run.v2_runner and run.draft_failures == 0
     return run
 
 
-@pytest.mark.parametrize(
-    ("policy", "budget"),
-    [
-        ("snapkv", 128),
-        ("verify-topk", MODEL_LEN),
-    ],
-)
-def test_wide_passes_equal_one_pass_per_token(prompts, plain, policy, budget):
-    chosen, engine = on_v2(prompts, NUM_TOKENS)
-    batches = {"batches": engine.pop("batches")}
-    run = run_on_device(
-        [
-            ("generate_and_count_drafts", batches),
-            ("generate_with_random_lookups", {**batches, "seed": 3}),
-            ("generate_and_draft_twice", batches),
-        ],
-        speculative_config=with_lookups(6, draft_kv_budget=budget, **POLICIES[policy]),
-        **engine,
-    )
-    counted, at_random, twice = run.results
+def assert_drafts_are_those_of_one_pass_per_token(twice: dict) -> None:
     assert twice["rounds"] > 20 and twice["passes"] > 20
     assert twice["different"] <= 0.01 * twice["rounds"], "more than rounding"
-    expected = [first_tokens(plain[i], NUM_TOKENS) for i in chosen]
-    for results in (counted["batches"], twice["batches"], at_random):
-        assert_same_tokens(expected, results[0], f"{policy}, budget {budget}")
+    assert twice["other_logits"] == twice["not_kept"] == 0
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        with_lookups(6, draft_kv_budget=128, **POLICIES["snapkv"]),
+        with_lookups(6, draft_kv_budget=WHOLE, **POLICIES["verify-topk"]),
+        # The target with a view of the whole context: drafts of one pass per token are all accepted.
+        drafting_with(engines.MODEL, 6, draft_kv_budget=WHOLE, draft_lookup="on"),
+    ],
+    ids=["snapkv", "verify-topk", "a draft model"],
+)
+def test_wide_passes_equal_one_pass_per_token(batch, expected, spec):
+    """tests/drafting/test_model_cache.py checks a draft model's cache after too few passes."""
+    batches = {"batches": [batch]}
+    run = run_on_device(
+        [("generate_with_random_lookups", {**batches, "seed": 3}), ("generate_and_draft_twice", batches)],
+        spec,
+    )
+    at_random, twice = run.results
+    assert_drafts_are_those_of_one_pass_per_token(twice)
+    for results in (at_random, twice["batches"]):
+        assert_same_tokens(expected, results[0], "wide passes")
     looked_up = lookup_metrics(run)
     assert 0 < looked_up["accepted_tokens"] < looked_up["tokens"]
     assert looked_up["rounds"] <= looked_up["passes"] < 6 * looked_up["rounds"]
 
 
 @pytest.mark.parametrize("max_num_seqs", [4, 2])
-def test_sampled_drafts_and_their_logits_are_those_of_one_pass_per_token(prompts, plain, max_num_seqs):
+def test_sampled_drafts_and_their_logits_are_those_of_one_pass_per_token(batch, expected, max_num_seqs):
     """Drafts agree up to the number of passes; later ones are verified with the logits kept for them.
 
     With `max_num_seqs=2` passes run uncaptured, since recorded graphs have no Triton kernels.
     """
-    chosen, engine = on_v2(prompts, NUM_TOKENS)
-    (batch,) = engine.pop("batches")
     sampled = {**batch["sampling"], "temperature": 0.8, "seed": 5}
     sampling = [sampled, batch["sampling"]] * (len(batch["prompts"]) // 2)
     batches = {"batches": [{**batch, "sampling": sampling}]}
-    captured = [("run_passes_as_captured", {})] if max_num_seqs < 4 else []
     run = run_on_device(
         [
-            *captured,
+            *([("run_passes_as_captured", {})] if max_num_seqs < 4 else []),
             ("generate_with_random_lookups", {**batches, "seed": 3}),
             ("generate_and_draft_twice", batches),
         ],
-        speculative_config=with_lookups(6, draft_kv_budget=64, draft_sample_method="probabilistic"),
-        **{**engine, "max_num_seqs": max_num_seqs},
+        with_lookups(6, draft_kv_budget=64, draft_sample_method="probabilistic"),
+        max_num_seqs=max_num_seqs,
     )
     at_random, twice = run.results[-2:]
-    assert twice["rounds"] > 20
-    assert twice["different"] <= 0.01 * twice["rounds"], "more than rounding"
-    assert twice["other_logits"] == twice["not_kept"] == 0
-    expected = [first_tokens(plain[i], NUM_TOKENS) for i in chosen]
+    assert_drafts_are_those_of_one_pass_per_token(twice)
     for results in (at_random, twice["batches"]):
         assert_same_tokens(expected[1::2], results[0][1::2], "beside sampled requests")
 
 
-def test_output_is_unchanged_with_a_draft_model(prompts, plain):
-    """tests/drafting/test_model_cache.py checks the draft's cache after too few passes."""
-    chosen, engine = on_v2(prompts, NUM_TOKENS)
-    batches = {"batches": engine.pop("batches")}
-    spec = with_lookups(6, draft_kv_budget=MODEL_LEN)
-    spec |= {"method": "magicdec", "model": str(engines.MODEL)}
-    run = run_on_device(
-        [
-            ("generate_and_count_drafts", batches),
-            ("generate_with_random_lookups", {**batches, "seed": 3}),
-            ("generate_and_draft_twice", batches),
-        ],
-        speculative_config=spec,
-        **engine,
-    )
-    expected = [first_tokens(plain[i], NUM_TOKENS) for i in chosen]
-    counted, at_random, twice = run.results
-    for results in (counted["batches"], at_random, twice["batches"]):
-        assert_same_tokens(expected, results[0], "a draft model")
-    # The draft is the target with a full view, so drafts of one pass per token are all accepted.
-    assert twice["different"] == 0
-
-
-def test_wide_passes_are_replayed_from_recorded_graphs(prompts, plain):
-    chosen, engine = on_v2(prompts, NUM_TOKENS)
-    batches = {"batches": engine.pop("batches")}
+def test_wide_passes_are_replayed_from_recorded_graphs(batch, expected):
+    batches = {"batches": [batch]}
     run = run_on_device(
         [
             ("record_graphs", {"sizes": [2, 4]}),
@@ -116,30 +101,22 @@ def test_wide_passes_are_replayed_from_recorded_graphs(prompts, plain):
             ("count_replays", {}),
         ],
         # Recorded graphs replay torch's operators, which the kernel for CPUs is not.
-        speculative_config=with_lookups(
-            6, draft_kv_budget=128, native_attention=False, **POLICIES["snapkv"]
-        ),
-        **engine,
+        with_lookups(6, draft_kv_budget=128, native_attention=False, **POLICIES["snapkv"]),
     )
     _, at_random, twice, replays = run.results
-    expected = [first_tokens(plain[i], NUM_TOKENS) for i in chosen]
     for results in (at_random, twice["batches"]):
         assert_same_tokens(expected, results[0], "recorded graphs")
-    assert twice["rounds"] > 20
-    assert twice["different"] <= 0.01 * twice["rounds"], "more than rounding"
+    assert_drafts_are_those_of_one_pass_per_token(twice)
     # 4, 3, 2 and 1 requests at a time, each in the smallest graph that holds them.
     assert replays["2 x 6, a pass"] > 0 < replays["4 x 6, a pass"]
 
 
-def test_failing_lookups_lose_no_request(prompts, plain):
-    chosen, engine = on_v2(prompts, 16)
+def test_failing_lookups_lose_no_request(batch, expected):
     run = run_on_device(
-        [("generate", {"batches": engine.pop("batches")})],
+        [("generate", {"batches": [batch]})],
+        with_lookups(4, draft_kv_budget=64),
         env={engines.FAULT: "lookup"},
         strict=False,
-        speculative_config=with_lookups(4, draft_kv_budget=64),
-        **engine,
     )
-    expected = [first_tokens(plain[i], 16) for i in chosen]
     assert_same_tokens(expected, run.results[0][0], "broken lookups")
     assert run.metrics["vllm:magicdec_lookup_failures"] > 0

@@ -3,8 +3,8 @@
 
 import engines
 import pytest
-from engines import MODEL_LEN, POLICIES, magicdec
-from greedy import GREEDY, assert_same_tokens, first_tokens
+from engines import POLICIES, magicdec
+from greedy import GREEDY, assert_same_tokens
 
 pytestmark = pytest.mark.extended
 
@@ -61,33 +61,6 @@ def test_passes_with_lookups_equal_one_pass_per_token(prompts, plain, policy):
         assert_same_tokens([plain[i] for i in chosen], result[0], policy)
 
 
-def test_random_lookups_and_random_numbers_of_drafts_change_no_output(prompts, plain):
-    batch = {"prompts": prompts, "sampling": GREEDY}
-    run = engines.run(
-        [
-            ("generate_with_random_lookups", {"batches": [batch], "seed": 1}),
-            ("generate_with_random_choices", {"batches": [batch], "seed": 2}),
-        ],
-        max_num_seqs=8,
-        # Less than all requests' drafts and lookups, so that passes are full.
-        max_num_batched_tokens=48,
-        speculative_config={
-            **with_lookups(draft_kv_budget=256),
-            "num_speculative_tokens": "auto",
-        },
-    )
-    first, second = run.results
-    assert_same_tokens(plain, first[0], "random lookups")
-    assert_same_tokens(plain, second["batches"][0], "random lookups and choices")
-    assert second["plain_steps"] > 5 and set(second["lengths"]) == {0, 16}
-    assert second["sampled_as_speculative"] == second["speculative_steps"], "the others were plain"
-    assert run.draft_failures == 0 and run.accepted > 0
-    counted = {
-        name: run.metrics[f"vllm:magicdec_{name}"] for name in ("lookup_unchecked_tokens", "cut_tokens")
-    }
-    assert all(counted.values()), "some drafts were unchecked, and some not worth verifying"
-
-
 def test_lookups_in_served_answers_change_no_output(prompts, plain):
     batch = {"prompts": prompts, "sampling": GREEDY}
     run = engines.run(
@@ -104,90 +77,3 @@ def test_lookups_in_served_answers_change_no_output(prompts, plain):
     counted = lookup_metrics(run)
     # The second time, every answer has been served before.
     assert counted["accepted_tokens"] > 0.4 * run.drafted and counted["passes"] < 6 * counted["rounds"]
-
-
-def on_v2(prompts, num_tokens: int) -> tuple[list[int], dict]:
-    """Return indices of a few prompts, and engine arguments: vLLM's V2 runner is slow on a CPU."""
-    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 600][:6]
-    batch = {
-        "prompts": [prompts[i] for i in chosen],
-        "sampling": {**GREEDY, "max_tokens": num_tokens},
-    }
-    engine = {"v2": True, "max_num_seqs": 4, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 257}
-    return chosen, {"batches": [batch], **engine}
-
-
-@pytest.mark.parametrize(("policy", "budget"), [("streamingllm", MODEL_LEN), ("snapkv by token", 128)])
-def test_passes_with_lookups_equal_one_pass_per_token_on_the_v2_runner(prompts, plain, policy, budget):
-    chosen, engine = on_v2(prompts, 24)
-    batches = {"batches": engine.pop("batches")}
-    run = engines.run(
-        [
-            ("generate_and_count_drafts", batches),
-            ("generate_and_draft_twice", batches),
-            ("generate_with_random_lookups", {**batches, "seed": 3}),
-            ("generate_and_draft_twice", batches),
-        ],
-        speculative_config=with_lookups(6, draft_kv_budget=budget, **POLICIES[policy]),
-        **engine,
-    )
-    assert run.v2_runner and run.draft_failures == 0
-    counted, own, _, at_random = run.results
-    if budget == MODEL_LEN:
-        assert counted["accepted"] == counted["drafted"] > 0
-    for result in (own, at_random):
-        assert result["rounds"] > 20
-        assert result["different"] <= 0.01 * result["rounds"], "more than rounding"
-    expected = [first_tokens(plain[i], 24) for i in chosen]
-    for result in (counted["batches"], own["batches"], run.results[2], at_random["batches"]):
-        assert_same_tokens(expected, result[0], f"V2 runner, {policy}, budget {budget}")
-    looked_up = lookup_metrics(run)
-    assert 0 < looked_up["accepted_tokens"] < looked_up["tokens"]
-
-
-def test_sampled_drafts_and_their_logits_are_those_of_one_pass_per_token_on_the_v2_runner(prompts):
-    """A token is sampled with its position's noise, and verified with the logits kept for it."""
-    _, engine = on_v2(prompts, 24)
-    (batch,) = engine.pop("batches")
-    sampled = {**batch["sampling"], "temperature": 0.8, "seed": 5}
-    sampling = [sampled, batch["sampling"]] * (len(batch["prompts"]) // 2)
-    batches = {"batches": [{**batch, "sampling": sampling}]}
-    run = engines.run(
-        [
-            ("generate_and_draft_twice", batches),
-            ("generate_with_random_lookups", {**batches, "seed": 3}),
-            ("generate_and_draft_twice", batches),
-        ],
-        speculative_config=with_lookups(6, draft_kv_budget=64, draft_sample_method="probabilistic"),
-        **engine,
-    )
-    assert run.v2_runner and run.draft_failures == 0
-    own, _, at_random = run.results
-    for result in (own, at_random):
-        assert result["rounds"] > 20
-        assert result["different"] <= 0.01 * result["rounds"], "more than rounding"
-        assert result["other_logits"] == 0
-    looked_up = lookup_metrics(run)
-    assert 0 < looked_up["accepted_tokens"] < looked_up["tokens"]
-
-
-@engines.needs_tensor_parallel
-def test_ranks_look_up_and_cut_alike(prompts, plain):
-    """Otherwise ranks would wait for one another in passes of different sizes."""
-    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 1000][:16]
-    run = engines.generate(
-        [prompts[i] for i in chosen],
-        GREEDY,
-        **engines.TENSOR_PARALLEL_2,
-        max_num_seqs=8,
-        speculative_config={
-            "method": "magicdec-self",
-            "num_speculative_tokens": "auto",
-            "draft_kv_budget": 128,
-            "draft_lookup": "on",
-            "draft_lookup_sources": ["context", "served"],
-        },
-    )
-    assert_same_tokens([plain[i] for i in chosen], run.results[0][0], "tensor parallel 2, lookups")
-    assert run.accepted > 0
-    assert run.metrics["vllm:magicdec_lookup_unchecked_tokens"] > 0

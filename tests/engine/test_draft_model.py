@@ -8,14 +8,7 @@ from pathlib import Path
 
 import engines
 import pytest
-from draft_engines import (
-    V2_ENGINE,
-    V2_TOKENS,
-    WHOLE_LEN,
-    drafting_with,
-    longest,
-    on_v2,
-)
+from draft_engines import V2_ENGINE, V2_TOKENS, WHOLE_LEN, drafting_with, longest, on_v2
 from greedy import GREEDY, assert_same_tokens, first_tokens
 
 pytestmark = pytest.mark.extended
@@ -24,14 +17,18 @@ TINY_DRAFT = Path(__file__).parents[2] / "benchmarks" / "tiny-draft"
 HYBRID = TINY_DRAFT.parent / "tiny-hybrid"
 
 
-def test_failed_drafting_loses_no_request(prompts, plain):
+@pytest.mark.parametrize("v2", [False, True], ids=["V1 runner, lookups", "V2 runner"])
+def test_failed_drafting_loses_no_request(prompts, plain, v2):
+    chosen, batch = on_v2(prompts)
     run = engines.run(
-        [("generate_with_broken_drafting", {"batches": [{"prompts": prompts[:6], "sampling": GREEDY}]})],
+        [("generate_with_broken_drafting", {"batches": [batch]})],
+        **{**V2_ENGINE, "v2": v2},
         strict=False,
-        speculative_config=drafting_with(TINY_DRAFT, draft_lookup="on"),
+        speculative_config=drafting_with(TINY_DRAFT, draft_lookup="off" if v2 else "on"),
     )
-    assert_same_tokens(plain[:6], run.results[0][0], "broken drafting")
-    assert run.draft_failures > 3  # then it pauses
+    expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]
+    assert_same_tokens(expected, run.results[0][0], "broken drafting")
+    assert run.v2_runner == v2 and run.draft_failures > 3  # then it pauses
 
 
 def test_targets_and_drafts_may_have_layers_with_a_window(prompts):
@@ -61,59 +58,6 @@ def test_a_late_catch_up_writes_to_no_page_that_a_window_has_left(prompts, plain
     )
     assert_same_tokens([plain[i] for i in chosen], run.results[0][0], "late prompts")
     assert run.draft_failures == 0 and run.accepted > 0
-
-
-@engines.needs_tensor_parallel
-def test_greedy_output_is_unchanged_with_tensor_parallel_2(prompts, plain):
-    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 1000][:16]
-    run = engines.generate(
-        [prompts[i] for i in chosen],
-        GREEDY,
-        **engines.TENSOR_PARALLEL_2,
-        max_num_seqs=8,
-        speculative_config=drafting_with(TINY_DRAFT, draft_kv_budget=128),
-    )
-    assert_same_tokens([plain[i] for i in chosen], run.results[0][0], "tensor parallel 2")
-    assert run.accepted > 0
-
-
-def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain):
-    """Draft steps run eagerly first, then from CUDA graphs (recorded ones, see recorded_graphs.py)."""
-    chosen, batch = on_v2(prompts)
-    run = engines.run(
-        [
-            ("generate_and_count_drafts", {"batches": [batch]}),
-            ("record_graphs", {"sizes": [2, 4]}),
-            ("generate_and_count_drafts", {"batches": [batch]}),
-            ("count_replays", {}),
-        ],
-        **V2_ENGINE,
-        enable_prefix_caching=False,
-        # Recorded graphs replay torch's operators, which the kernel for CPUs is not.
-        speculative_config=drafting_with(TINY_DRAFT, draft_kv_budget=64, native_attention=False),
-    )
-    assert run.v2_runner and run.draft_failures == 0
-    eager, _, replayed, replays = run.results
-    expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]
-    for how, result in (("eager", eager), ("replayed", replayed)):
-        assert_same_tokens(expected, result["batches"][0], f"V2 runner, {how}")
-    assert 0.3 < eager["accepted"] / eager["drafted"] < 0.95
-    assert (replayed["accepted"], replayed["drafted"]) == (eager["accepted"], eager["drafted"])
-    # Batches of 4, 3, 2 and 1 requests; first steps have two tokens per request.
-    assert set(replays) == {"2", "4", "2 x 2", "4 x 2"} and all(replays.values())
-
-
-def test_failed_drafting_loses_no_request_on_the_v2_runner(prompts, plain):
-    chosen, batch = on_v2(prompts)
-    run = engines.run(
-        [("generate_with_broken_drafting", {"batches": [batch]})],
-        **V2_ENGINE,
-        strict=False,
-        speculative_config=drafting_with(TINY_DRAFT, draft_lookup="off"),
-    )
-    expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]
-    assert_same_tokens(expected, run.results[0][0], "V2 runner, broken drafting")
-    assert run.v2_runner and run.draft_failures > 3  # then it pauses
 
 
 def test_drafts_may_have_layers_with_a_window_on_the_v2_runner(prompts):

@@ -35,11 +35,7 @@ def plain_fp8(short_prompts):
 
 
 @pytest.mark.parametrize(
-    ("policy", "budget", "v2"),
-    [
-        ("verify-topk", 256, False),
-        ("snapkv by token", WHOLE_LEN, True),
-    ],
+    ("policy", "budget", "v2"), [("verify-topk", 256, False), ("snapkv by token", WHOLE_LEN, True)]
 )
 def test_greedy_output_equals_plain_decoding_over_the_same_cache(
     policy, budget, v2, short_prompts, plain_fp8
@@ -72,7 +68,7 @@ def test_with_the_plugins_kernel_every_token_is_vllms_best(short_prompts):
         speculative_config=magicdec(4, draft_kv_budget=256, **POLICIES["snapkv by token"]),
         **engine,
     )
-    (answers,), (described,) = run.results
+    (answers,), described = run.results
     assert described["native_layers"] == described["attention_layers"]
     assert run.draft_failures == 0 and run.accepted > 0.8 * run.drafted
     assert engines.max_logprob_gap(short_prompts, answers, **engine) < FP8_TOLERANCE

@@ -7,28 +7,13 @@ test_random_schedules.py has every policy under every schedule.
 import engines
 import pytest
 import texts
-from engines import MODEL_LEN, POLICIES, magicdec
+from draft_engines import V2_ENGINE, V2_TOKENS, drafting_with, longest, on_v2
+from engines import POLICIES, magicdec
 from greedy import GREEDY, assert_same_tokens, first_tokens
 
 pytestmark = pytest.mark.extended
 
-
-def longest(prompts: list[list[int]]) -> dict:
-    """Return a batch of the longest prompts, which are still in the prefix cache."""
-    return {"prompts": [prompts[i] for i in indices_of_longest(prompts)], "sampling": GREEDY}
-
-
-def indices_of_longest(prompts: list[list[int]]) -> list[int]:
-    return sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))[:4]
-
-
-def assert_same_as_plain(run: engines.EngineRun, prompts: list[list[int]], plain: list, what: str) -> None:
-    """Compare a run of all prompts, and of the longest ones once more, with plain decoding."""
-    first, again = run.results[0]
-    assert_same_tokens(plain, first, what)
-    assert_same_tokens([plain[i] for i in indices_of_longest(prompts)], again, f"{what}, prefix cached")
-    assert run.draft_failures == 0
-    assert run.drafted > 0
+BENCHMARKS = engines.HERE.parent / "benchmarks"
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +29,19 @@ def long_plain(long_prompts) -> list[dict]:
 
 def test_greedy_output_of_long_and_short_requests_together_is_unchanged(long_prompts, long_plain):
     """As users run it: engine core and worker are separate processes, and options have their defaults."""
+    last = longest(long_prompts)  # which are still in the prefix cache
+    again = {"prompts": [long_prompts[i] for i in last], "sampling": GREEDY}
     run = engines.run(
-        [("generate", {"batches": [{"prompts": long_prompts, "sampling": GREEDY}, longest(long_prompts)]})],
+        [("generate", {"batches": [{"prompts": long_prompts, "sampling": GREEDY}, again]})],
         own_process=True,
         max_num_seqs=16,
         speculative_config=magicdec(4),
     )
-    assert_same_as_plain(run, long_prompts, long_plain, "up to 7,000 tokens")
-    assert all(request["cached_tokens"] > 0 for request in run.results[0][1])
+    first, cached = run.results[0]
+    assert_same_tokens(long_plain, first, "up to 7,000 tokens")
+    assert_same_tokens([long_plain[i] for i in last], cached, "prefix cached")
+    assert all(request["cached_tokens"] > 0 for request in cached)
+    assert run.draft_failures == 0 and run.drafted > 0
 
 
 @pytest.mark.parametrize("policy", ["snapkv by token", "verify-topk"])
@@ -64,50 +54,48 @@ def test_greedy_output_of_a_long_and_short_requests_is_unchanged(long_prompts, l
     assert run.draft_failures == 0 and run.drafted > 0
 
 
-@pytest.mark.parametrize(
-    ("policy", "budget", "gamma"),
-    [
-        ("streamingllm", 64, 4),
-        ("snapkv by token", 128, 4),
-        ("verify-topk", MODEL_LEN, 3),
-    ],
-)
-def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain, policy, budget, gamma):
+WHOLE = V2_ENGINE["max_model_len"]
+# The kernel for CPUs is none of torch's operators, which recorded graphs replay.
+ON_V2 = {
+    "streamingllm": magicdec(4, draft_kv_budget=64, native_attention=False),
+    "snapkv by token": magicdec(
+        4, draft_kv_budget=128, native_attention=False, **POLICIES["snapkv by token"]
+    ),
+    "verify-topk": magicdec(3, draft_kv_budget=WHOLE, native_attention=False, **POLICIES["verify-topk"]),
+    "a draft model": drafting_with(BENCHMARKS / "tiny-draft", draft_kv_budget=64, native_attention=False),
+    "SPIRe": drafting_with(BENCHMARKS / "tiny-spire", native_attention=False),
+}
+
+
+@pytest.mark.parametrize("case", ON_V2)
+def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain, case):
     """Draft steps run eagerly first, then from CUDA graphs (recorded ones, see recorded_graphs.py)."""
-    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 600][:8]
-    batches = [{"prompts": [prompts[i] for i in chosen], "sampling": {**GREEDY, "max_tokens": 24}}]
+    chosen, batch = on_v2(prompts)
     run = engines.run(
         [
-            ("generate_and_count_drafts", {"batches": batches}),
+            ("generate_and_count_drafts", {"batches": [batch]}),
             ("record_graphs", {"sizes": [2, 4]}),
             ("watch_draft_steps", {}),
-            ("generate_and_count_drafts", {"batches": batches}),
+            ("generate_and_count_drafts", {"batches": [batch]}),
             ("count_replays", {}),
             ("count_draft_steps", {}),
         ],
-        v2=True,
-        max_num_seqs=4,
-        max_num_batched_tokens=512,
-        num_gpu_blocks_override=257,
+        **V2_ENGINE,
         enable_prefix_caching=False,
-        # Recorded graphs replay torch's operators, which the kernel for CPUs is not.
-        speculative_config=magicdec(
-            gamma, draft_kv_budget=budget, native_attention=False, **POLICIES[policy]
-        ),
+        speculative_config=ON_V2[case],
     )
-    assert run.v2_runner
-    expected = [first_tokens(plain[i], 24) for i in chosen]
+    assert run.v2_runner and run.draft_failures == 0
+    expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]
     eager, _, _, replayed, replays, steps = run.results
     for how, result in (("eager", eager), ("replayed", replayed)):
-        what = f"V2 runner, {how}, {policy}, budget {budget}, gamma {gamma}"
-        assert_same_tokens(expected, result["batches"][0], what)
-        if budget == MODEL_LEN:
-            assert result["accepted"] == result["drafted"] > 0
-    assert replayed["accepted"] == eager["accepted"] and replayed["drafted"] == eager["drafted"]
-    # 4, 3, 2 and 1 requests at a time, each in the smallest graph that holds them.
-    assert set(replays) == {"2", "4"} and all(count > 0 for count in replays.values())
-    assert steps == {"graph": sum(replays.values()), "flashinfer": 0, "eager": 0}
-    assert run.draft_failures == 0
+        assert_same_tokens(expected, result["batches"][0], f"V2 runner, {how}, {case}")
+        assert (result["accepted"], result["drafted"]) == (eager["accepted"], eager["drafted"])
+    assert (eager["accepted"] == eager["drafted"] > 0) == (case == "verify-topk"), "a view of everything"
+    # 4, 3, 2 and 1 requests at a time; first steps of a draft model have two tokens per request.
+    sizes = {"2", "4", "2 x 2", "4 x 2"} if case == "a draft model" else {"2", "4"}
+    assert sizes <= set(replays) and all(replays[size] for size in sizes)
+    if "model" not in ON_V2[case]:
+        assert steps == {"graph": sum(replays.values()), "flashinfer": 0, "eager": 0}
 
 
 @pytest.mark.parametrize(
@@ -136,15 +124,27 @@ def test_drafts_come_with_the_outputs_and_not_in_a_call_of_their_own(
     assert run.accepted > 0 and run.draft_failures == 0
 
 
+SPLIT = {
+    "snapkv by token": magicdec(4, draft_kv_budget=128, **POLICIES["snapkv by token"]),
+    "a draft model": drafting_with(BENCHMARKS / "tiny-draft", draft_kv_budget=128),
+    # Ranks look up and cut alike; otherwise they would wait for one another in passes of different sizes.
+    "lookups": magicdec(
+        "auto", draft_kv_budget=128, draft_lookup="on", draft_lookup_sources=["context", "served"]
+    ),
+}
+
+
 @engines.needs_tensor_parallel
-def test_greedy_output_is_unchanged_with_tensor_parallel_2(prompts, plain):
+@pytest.mark.parametrize("case", SPLIT)
+def test_greedy_output_is_unchanged_with_tensor_parallel_2(prompts, plain, case):
     chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 1000][:16]
     run = engines.generate(
         [prompts[i] for i in chosen],
         GREEDY,
         **engines.TENSOR_PARALLEL_2,
         max_num_seqs=8,
-        speculative_config=magicdec(4, draft_kv_budget=128, **POLICIES["snapkv by token"]),
+        speculative_config=SPLIT[case],
     )
-    assert_same_tokens([plain[i] for i in chosen], run.results[0][0], "tensor parallel 2")
+    assert_same_tokens([plain[i] for i in chosen], run.results[0][0], f"tensor parallel 2, {case}")
     assert run.accepted > 0
+    assert case != "lookups" or run.metrics["vllm:magicdec_lookup_unchecked_tokens"] > 0

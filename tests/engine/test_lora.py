@@ -26,10 +26,7 @@ def adapters(tmp_path_factory):
     """Numbers and folders of adapters that change the shipped model's answers."""
     model = json.loads((engines.MODEL / "config.json").read_text())
     hidden, head = model["hidden_size"], model["head_dim"]
-    outputs = {
-        "q_proj": model["num_attention_heads"] * head,
-        "v_proj": model["num_key_value_heads"] * head,
-    }
+    outputs = {"q_proj": model["num_attention_heads"] * head, "v_proj": model["num_key_value_heads"] * head}
     numbered = []
     for number in range(1, NUM_ADAPTERS + 1):
         generator = torch.Generator().manual_seed(number)
@@ -98,11 +95,7 @@ def test_every_adapter_changes_the_output(adapters, plain):
 
 @pytest.mark.parametrize(
     ("policy", "lookup", "v2"),
-    [
-        ("streamingllm", "on", False),
-        ("snapkv", "off", False),
-        ("streamingllm", "on", True),
-    ],
+    [("streamingllm", "on", False), ("snapkv", "off", False), ("streamingllm", "on", True)],
 )
 def test_every_request_drafts_with_its_own_adapter(adapters, plain, policy, lookup, v2):
     spec = magicdec(GAMMA, draft_kv_budget=MODEL_LEN, draft_lookup=lookup, **POLICIES[policy])

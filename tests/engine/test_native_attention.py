@@ -35,7 +35,7 @@ def test_output_is_plain_decodings_with_the_kernel_and_without(prompts, plain, p
         max_num_seqs=8,
         speculative_config=magicdec(4, draft_kv_budget=256, native_attention=native, **POLICIES[policy]),
     )
-    (described,) = run.results[1]
+    described = run.results[1]
     assert described["native_layers"] == (described["attention_layers"] if native else 0)
     assert run.draft_failures == 0 and run.accepted > 0.7 * run.drafted
     if huge_pages.on_demand():
@@ -55,7 +55,7 @@ def test_other_methods_have_the_kernel_on_request(prompts, plain, method, v2):
         max_num_seqs=8,
         **({"speculative_config": spec} if method == "ngram" else {}),
     )
-    (described,) = run.results[1]
+    described = run.results[1]
     assert described["native_layers"] == described["attention_layers"] > 0
     assert not huge_pages.on_demand() or described["in_huge_pages"] > 0.9
     expected = [first_tokens(tokens, NUM_TOKENS) for tokens in plain[:6]]
@@ -77,7 +77,7 @@ def test_in_bfloat16_every_token_is_vllms_best(prompts, policy, kv_cache_dtype):
         speculative_config=magicdec(4, draft_kv_budget=256, **POLICIES[policy]),
         **engine,
     )
-    (answers,), (described,) = run.results
+    (answers,), described = run.results
     assert described["native_layers"] == described["attention_layers"]
     assert run.draft_failures == 0 and run.accepted > 0.7 * run.drafted
     assert engines.max_logprob_gap(chosen, answers, **engine) < BFLOAT16_TOLERANCE

@@ -96,15 +96,14 @@ def test_it_follows_plain_steps(prompts, plain, models, draft):
     _, [result], watched = run_watched(
         models,
         draft,
-        [("generate_with_random_choices", {"batches": batches, "seed": 2})],
+        [("generate_with_random_schedule", {"batches": batches, "seed": 2})],
         "auto",
         max_model_len=engines.MODEL_LEN,
         max_num_seqs=8,
         max_num_batched_tokens=256,
     )
-    assert_same_tokens(plain, result["batches"][0], "random choices")
-    assert result["plain_steps"] > 5 and watched["tokens"] > 10_000
-    assert result["sampled_as_speculative"] < result["speculative_steps"] + result["plain_steps"]
+    assert_same_tokens(plain, result["batches"][0], "random numbers")
+    assert result["gammas"]["0"] > 5 and watched["tokens"] > 10_000
     assert draft == SPIRE or watched["catch_up"] > 0
 
 
@@ -169,14 +168,14 @@ def test_it_follows_plain_steps_on_the_v2_runner(prompts, plain, models, draft):
     run, [result], watched = run_watched(
         models,
         draft,
-        [("generate_with_random_choices", {"batches": [batch, batch], "seed": 3})],
+        [("generate_with_random_schedule", {"batches": [batch, batch], "seed": 3})],
         "auto",
         **V2_ENGINE,
     )
     expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]
-    for tokens, what in zip(result["batches"], ("random choices", "prefix cached"), strict=True):
+    for tokens, what in zip(result["batches"], ("random numbers", "prefix cached"), strict=True):
         assert_same_tokens(expected, tokens, f"V2 runner, {what}")
-    assert result["plain_steps"] > 5 and run.v2_runner
+    assert result["gammas"]["0"] > 5 and run.v2_runner
     assert draft == SPIRE or (watched["lag"] > 1 and watched["catch_up"] > 0)
 
 

@@ -66,12 +66,7 @@ def patched_tree(patched, monkeypatch) -> Path:
 
 
 def test_the_plugin_wraps_only_what_the_registry_does_not_cover(patched_tree):
-    result = subprocess.run(
-        [sys.executable, "-c", SHOW_WRAPS],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = subprocess.run([sys.executable, "-c", SHOW_WRAPS], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     shown = result.stdout.splitlines()[-4:]
     wrapped = [hook.target for hook in HOOKS_BESIDE_REGISTRY]
@@ -117,9 +112,7 @@ def test_a_spire_draft_on_the_patched_tree_and_the_v2_runner(patched_tree, plain
     draft = spire_drafts.write(tmp_path, MODEL, num_layers=2, sinks=3, window=37, noise=0.05)
     chosen, batch = on_v2(prompts)
     run = engines.run(
-        [("generate", {"batches": [batch]})],
-        **V2_ENGINE,
-        speculative_config=drafting_with(draft),
+        [("generate", {"batches": [batch]})], **V2_ENGINE, speculative_config=drafting_with(draft)
     )
     assert run.v2_runner
     expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]

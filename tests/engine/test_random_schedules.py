@@ -73,11 +73,17 @@ def assert_same_as_plain(run: engines.EngineRun, plain: list[dict], case: str) -
     assert_same_tokens(plain[::-1], again, f"{case}, again")
 
 
-@pytest.mark.parametrize(("seed", "case"), enumerate(CASES), ids=CASES)
-def test_greedy_output_is_unchanged(prompts, plain, seed, case):
+@pytest.mark.parametrize(
+    ("seed", "case", "engine"),
+    [
+        *(pytest.param(seed, case, {}, id=case) for seed, case in enumerate(CASES)),
+        pytest.param(6, "snapkv", {"async_scheduling": False}, marks=pytest.mark.extended, id="in sync"),
+    ],
+)
+def test_greedy_output_is_unchanged(prompts, plain, seed, case, engine):
     chosen = range(0, len(prompts), 2)
     batch = {"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}
-    speculative = run(batch, CASES[case], seed, **V1_ENGINE)
+    speculative = run(batch, CASES[case], seed, **V1_ENGINE, **engine)
     assert not speculative.v2_runner
     assert_everything_happened(speculative)
     assert_same_as_plain(speculative, [plain[i] for i in chosen], case)
@@ -89,11 +95,7 @@ def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain, seed, case)
     chosen, batch = on_v2(prompts)
     schedule = {"max_model_len": 640, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 24}
     speculative = run(
-        batch,
-        CASES[case],
-        seed,
-        env={"MAGICDEC_TEST_TOKENS_ON_DEVICE": "1"},
-        **{**V2_ENGINE, **schedule},
+        batch, CASES[case], seed, env={"MAGICDEC_TEST_TOKENS_ON_DEVICE": "1"}, **{**V2_ENGINE, **schedule}
     )
     assert speculative.v2_runner
     assert_everything_happened(speculative)

@@ -12,26 +12,19 @@ SPIRE = BENCHMARKS / "tiny-spire"
 CONNECTOR = {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}
 
 
-@pytest.mark.parametrize(
-    ("engine", "sentence"),
-    [
-        (
-            {"speculative_config": drafting_with(DRAFT_MODEL, draft_kv_policy="snapkv")},
-            "use draft_kv_policy='streamingllm'",
-        ),
-        (
-            {"speculative_config": drafting_with(DRAFT_MODEL, draft_kv_policy="verify-topk")},
-            "use draft_kv_policy='streamingllm'",
-        ),
-        (
-            {"speculative_config": drafting_with(DRAFT_MODEL), **CONNECTOR},
-            "does not work with a KV connector",
-        ),
-        ({"speculative_config": drafting_with(SPIRE), **CONNECTOR}, "does not work with a KV connector"),
-        ({"model": str(SPIRE)}, "serve its target with --spec-method magicdec"),
-    ],
-    ids=["snapkv", "verify-topk", "connector with a draft model", "connector with SPIRe", "SPIRe alone"],
-)
-def test_what_cannot_work_is_refused_in_a_sentence(engine, sentence):
+NEEDS_STREAMINGLLM = "use draft_kv_policy='streamingllm'"
+NO_CONNECTOR = "does not work with a KV connector"
+REFUSED = {
+    "snapkv": (drafting_with(DRAFT_MODEL, draft_kv_policy="snapkv"), {}, NEEDS_STREAMINGLLM),
+    "verify-topk": (drafting_with(DRAFT_MODEL, draft_kv_policy="verify-topk"), {}, NEEDS_STREAMINGLLM),
+    "connector with a draft model": (drafting_with(DRAFT_MODEL), CONNECTOR, NO_CONNECTOR),
+    "connector with SPIRe": (drafting_with(SPIRE), CONNECTOR, NO_CONNECTOR),
+    "SPIRe alone": (None, {"model": str(SPIRE)}, "serve its target with --spec-method magicdec"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused_in_a_sentence(case):
+    spec, engine, sentence = REFUSED[case]
     with pytest.raises(engines.RefusedError, match=sentence):
-        engines.generate([[1, 2, 3]], GREEDY, **engine)
+        engines.generate([[1, 2, 3]], GREEDY, speculative_config=spec, **engine)

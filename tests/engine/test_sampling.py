@@ -7,14 +7,16 @@ out of the rejection sampler.
 """
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import engines
 import pytest
 import spire_drafts
 import torch
 from engines import EngineRun, magicdec
-from extended import extended_except
 from scipy.stats import chi2_contingency
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -138,221 +140,151 @@ def plain_samples_without_limits(small_vocabulary_model) -> Counter:
     return continuations(sample(small_vocabulary_model, NUM_SAMPLES, sampling=UNLIMITED))
 
 
-@pytest.mark.parametrize(
-    "draft",
-    extended_except("probabilistic draft", ["probabilistic draft", "greedy draft", "snapkv by token"]),
-)
-def test_sampled_continuations_have_the_targets_distribution(small_vocabulary_model, plain_samples, draft):
-    spec = magicdec(2, **{"draft_kv_budget": 64, **DRAFTS[draft]})
-    run = assert_same_distribution(plain_samples, small_vocabulary_model, (12, 22), speculative_config=spec)
-    rate = run.accepted / run.drafted
-    assert 0.1 < rate < 0.9, f"acceptance rate {rate:.2f}: the draft must agree often, and differ often"
-
-
 @pytest.fixture(scope="module")
-def similar_model(small_vocabulary_model, tmp_path_factory) -> Path:
-    """A separate draft model: the target's weights with noise."""
+def drafts(small_vocabulary_model, tmp_path_factory) -> dict[str, Path]:
+    """Folders of draft models: the target's weights with noise, and a SPIRe draft of as many layers.
+
+    The memory of the SPIRe draft is mostly the input of each block.
+    """
+    folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(1)
     model = LlamaForCausalLM.from_pretrained(small_vocabulary_model)
     for weight in model.parameters():
         weight.data.add_(0.25 * weight.std() * torch.randn_like(weight))
-    path = tmp_path_factory.mktemp("models") / "similar"
-    model.save_pretrained(path)
-    return path
+    model.save_pretrained(folder / "similar")
+    memory = 5 * torch.eye(2, 3)
+    view = {"sinks": 2, "window": 62, "noise": 0.1, "memory": memory}
+    spire_drafts.write(folder / "spire", small_vocabulary_model, num_layers=2, **view)
+    return {name: folder / name for name in ("similar", "spire")}
 
 
-@pytest.mark.parametrize(
-    ("lookup", "v2"),
-    [
-        ("off", False),
-        pytest.param("on", False, marks=pytest.mark.extended),
-        pytest.param("off", True, marks=pytest.mark.gpu),
-    ],
-)
-def test_sampled_continuations_have_the_targets_distribution_with_a_draft_model(
-    small_vocabulary_model, similar_model, plain_samples, lookup, v2
-):
-    spec = {
-        **magicdec(2, draft_kv_budget=64, draft_sample_method="probabilistic", draft_lookup=lookup),
-        "method": "magicdec",
-        "model": str(similar_model),
-    }
-    run = assert_same_distribution(
-        plain_samples,
-        small_vocabulary_model,
-        (16, 26),
-        v2=v2,
-        speculative_config=spec,
-    )
-    assert run.v2_runner == v2
-    rate = run.accepted / run.drafted
-    assert 0.05 < rate < 0.9, f"acceptance rate {rate:.2f}: the draft must agree now and then, and differ"
+@dataclass(frozen=True)
+class Case:
+    """How drafts are made: fields of the speculative config, and what the engine does beside."""
+
+    fields: Mapping[str, Any]
+    number: int = 2
+    model: str = ""  # one of `drafts`; "": the target drafts for itself
+    scenario: str = "generate"
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    rates: tuple[float, float] = (0.05, 0.9)  # drafts must be accepted often, and rejected often
+
+    def speculation(self, drafts: Mapping[str, Path]) -> dict[str, Any]:
+        budget = {} if self.model == "spire" else {"draft_kv_budget": 64}  # its file sets the budget
+        spec = magicdec(self.number, **{**budget, **self.fields})
+        return {**spec, "method": "magicdec", "model": str(drafts[self.model])} if self.model else spec
 
 
-@pytest.fixture(scope="module")
-def spire_draft(small_vocabulary_model, tmp_path_factory) -> Path:
-    """A draft with as many layers as the target; its memory is mostly the input of each block."""
-    return spire_drafts.write(
-        tmp_path_factory.mktemp("models") / "spire",
-        small_vocabulary_model,
-        num_layers=2,
-        sinks=2,
-        window=62,
-        noise=0.1,
-        memory=5 * torch.eye(2, 3),
-    )
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("v2", [False, pytest.param(True, marks=pytest.mark.gpu)])
-def test_sampled_continuations_have_the_targets_distribution_with_a_spire_draft(
-    small_vocabulary_model, plain_samples, spire_draft, v2
-):
-    spec = {
-        **magicdec(2, draft_sample_method="probabilistic"),
-        "method": "magicdec",
-        "model": str(spire_draft),
-    }
-    run = assert_same_distribution(
-        plain_samples, small_vocabulary_model, (17, 27), v2=v2, speculative_config=spec
-    )
-    assert run.v2_runner == v2
-    rate = run.accepted / run.drafted
-    assert 0.05 < rate < 0.9, f"acceptance rate {rate:.2f}: the draft must agree now and then, and differ"
-
-
-def lookup_metrics(run: EngineRun) -> tuple[int, int]:
-    """Return the tokens that were looked up and checked, and those that the draft sampled as well."""
-    return tuple(run.metrics[f"vllm:magicdec_lookup_{name}"] for name in ("tokens", "accepted_tokens"))
-
-
-@pytest.mark.parametrize(
-    ("draft", "scenario"),
-    [
-        ("verify-topk", "generate_with_random_lookups"),
-        pytest.param("snapkv by token", "generate_with_cut_drafts", marks=pytest.mark.extended),
-        pytest.param("probabilistic draft", "generate_without_unlikely_drafts", marks=pytest.mark.extended),
-    ],
-)
-def test_sampled_continuations_have_the_targets_distribution_with_lookups(
-    small_vocabulary_model, plain_samples, draft, scenario
-):
+def looked_up(draft: str, scenario: str, **others: Any) -> Case:
     """Passes sample several tokens after random lookups; all drafts are verified, or likely ones only."""
-    spec = magicdec(3, **{"draft_kv_budget": 64, **DRAFTS[draft]}, draft_lookup="on")
-    run = assert_same_distribution(
-        plain_samples, small_vocabulary_model, (15, 25), scenario, speculative_config=spec
-    )
-    assert 0.1 < run.accepted / run.drafted < 1.0
-    assert bool(run.metrics["vllm:magicdec_cut_tokens"]) == (scenario != "generate_with_random_lookups")
-    looked_up, accepted = lookup_metrics(run)
-    assert 0.02 < accepted / looked_up < 0.9
+    fields = {**DRAFTS[draft], "draft_lookup": "on"}
+    return Case(fields, 3, scenario=f"generate_{scenario}", rates=(0.02, 1.0), **others)
 
 
-@pytest.mark.extended
-def test_sampled_continuations_have_the_targets_distribution_with_unchecked_lookups(
-    small_vocabulary_model, plain_samples
+PROBABILISTIC = DRAFTS["probabilistic draft"]
+FIXED = {
+    "streamingllm": Case(PROBABILISTIC),
+    "a draft model": Case(PROBABILISTIC, model="similar"),
+    "verify-topk with lookups": looked_up("verify-topk", "with_random_lookups"),
+}
+EXTENDED = {
+    "greedy drafts": Case(DRAFTS["greedy draft"]),
+    "snapkv by token": Case(DRAFTS["snapkv by token"]),
+    "a draft model with lookups": Case({**PROBABILISTIC, "draft_lookup": "on"}, model="similar"),
+    "SPIRe": Case(PROBABILISTIC, model="spire"),
+    "cut drafts": looked_up("snapkv by token", "with_cut_drafts"),
+    "without unlikely drafts": looked_up("probabilistic draft", "without_unlikely_drafts"),
+    # Unchecked tokens after a pass are proposed with certainty; some are right and most are wrong.
+    "unchecked lookups": looked_up("probabilistic draft", "with_unchecked_ends"),
+    # vLLM's own rejection sampler would subtract a distribution of NaN from the target's.
+    "NaN": Case(PROBABILISTIC, engine={"strict": False, "env": {engines.FAULT: "nan"}}, rates=(-1, 1)),
+    "failed drafting": Case(
+        PROBABILISTIC, scenario="generate_with_broken_drafting", engine={"strict": False}
+    ),
+}
+ON_GPU = {
+    **{f"V2, {draft}": Case(fields, engine={"v2": True}) for draft, fields in DRAFTS.items()},
+    "V2, a draft model": Case(PROBABILISTIC, model="similar", engine={"v2": True}),
+    "V2, SPIRe": Case(PROBABILISTIC, model="spire", engine={"v2": True}),
+    # A round has a random number of passes, 0 included; a wide pass takes 256 tokens.
+    **{
+        f"V2, {draft} with lookups": looked_up(
+            draft, "with_random_lookups", engine={"v2": True, "max_num_seqs": 64}
+        )
+        for draft in DRAFTS
+        if "token" not in draft
+    },
+}
+
+
+def marked(cases: Mapping[str, Case], *marks: pytest.MarkDecorator) -> list[Any]:
+    return [pytest.param(case, id=name, marks=marks) for name, case in cases.items()]
+
+
+@pytest.mark.parametrize(
+    "case", [*marked(FIXED), *marked(EXTENDED, pytest.mark.extended), *marked(ON_GPU, pytest.mark.gpu)]
+)
+def test_sampled_continuations_have_the_targets_distribution(
+    small_vocabulary_model, plain_samples, drafts, case
 ):
-    """Unchecked tokens after a pass are proposed with certainty; some are right and most are wrong."""
-    spec = magicdec(3, **{"draft_kv_budget": 64, **DRAFTS["probabilistic draft"]}, draft_lookup="on")
     run = assert_same_distribution(
         plain_samples,
         small_vocabulary_model,
-        (16, 26),
-        "generate_with_unchecked_ends",
-        speculative_config=spec,
+        (15, 25),
+        case.scenario,
+        speculative_config=case.speculation(drafts),
+        **case.engine,
     )
-    unchecked, accepted = (
-        run.metrics[f"vllm:magicdec_lookup_unchecked_{name}"] for name in ("tokens", "accepted_tokens")
+    least, most = case.rates
+    assert run.v2_runner == case.engine.get("v2", False)
+    is_broken = case.scenario == "generate_with_broken_drafting"
+    assert (run.draft_failures > 0) == is_broken
+    assert is_broken or least < run.accepted / run.drafted < most
+    if case.number == 3:
+        assert_lookups_are_sometimes_right(run, case.scenario)
+
+
+def assert_lookups_are_sometimes_right(run: EngineRun, scenario: str) -> None:
+    kind = "unchecked_" if scenario == "generate_with_unchecked_ends" else ""
+    tokens, accepted, cut = (
+        run.metrics[f"vllm:magicdec_{name}"]
+        for name in (f"lookup_{kind}tokens", f"lookup_{kind}accepted_tokens", "cut_tokens")
     )
-    assert unchecked > 0.2 * run.drafted and 0.01 < accepted / unchecked < 0.9
+    assert not kind or tokens > 0.2 * run.drafted
+    assert 0.01 < accepted / tokens < 0.9
+    assert kind or bool(cut) == (scenario != "generate_with_random_lookups")
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("draft", ["itself", "spire_draft"])
+@pytest.mark.parametrize(
+    "case",
+    marked(
+        {
+            "itself": Case(PROBABILISTIC),
+            "SPIRe": Case(PROBABILISTIC, model="spire"),
+            "verify-topk with lookups": looked_up("verify-topk", "with_random_lookups"),
+        }
+    ),
+)
 def test_a_few_continuations_have_the_targets_distribution_on_the_v2_runner(
-    request, small_vocabulary_model, plain_samples_without_limits, draft
+    small_vocabulary_model, plain_samples_without_limits, drafts, case
 ):
-    """Top-p is not tested: Triton's interpreter does not run it in vLLM's kernel."""
-    spec = magicdec(2, draft_sample_method="probabilistic")
-    if draft != "itself":
-        spec |= {"method": "magicdec", "model": str(request.getfixturevalue(draft))}
-    if draft != "spire_draft":  # its file sets the budget
-        spec |= {"draft_kv_budget": 64}
-    run = sample_a_few_on_v2(plain_samples_without_limits, small_vocabulary_model, (18, 28), spec)
-    assert 0.05 < run.accepted / run.drafted < 0.9
-
-
-@pytest.mark.extended
-def test_a_few_continuations_have_the_targets_distribution_with_lookups_on_the_v2_runner(
-    small_vocabulary_model, plain_samples_without_limits
-):
-    """Passes sample several tokens after random lookups."""
-    spec = magicdec(3, **DRAFTS["verify-topk"], draft_lookup="on")
-    run = sample_a_few_on_v2(
+    """As many as Triton's interpreter computes in two minutes; it does not run top-p in vLLM's kernel."""
+    run = assert_same_distribution(
         plain_samples_without_limits,
         small_vocabulary_model,
-        (19, 29),
-        spec,
-        scenario="generate_with_random_lookups",
-    )
-    assert 0.05 < run.accepted / run.drafted < 0.9
-    looked_up, accepted = lookup_metrics(run)
-    assert 0.02 < accepted / looked_up < 0.9
-
-
-def sample_a_few_on_v2(
-    truth: Counter, model: Path, seeds: tuple[int, int], spec: dict, scenario: str = "generate"
-) -> EngineRun:
-    """`assert_same_distribution` with as many samples as Triton's interpreter computes in two minutes."""
-    run = assert_same_distribution(
-        truth,
-        model,
-        seeds,
-        scenario,
+        (18, 28),
+        case.scenario,
         num_samples=V2_SAMPLES,
         sampling=UNLIMITED,
         v2=True,
         max_num_seqs=64,
-        speculative_config=spec,
+        speculative_config=case.speculation(drafts),
     )
     assert run.v2_runner and run.draft_failures == 0
-    return run
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_sampled_continuations_have_the_targets_distribution_on_the_v2_runner(
-    small_vocabulary_model, plain_samples, draft
-):
-    """On a GPU with top-p, and with as many samples as on the V1 runner."""
-    spec = magicdec(2, **{"draft_kv_budget": 64, **DRAFTS[draft]})
-    run = assert_same_distribution(
-        plain_samples, small_vocabulary_model, (13, 23), v2=True, speculative_config=spec
-    )
-    assert run.v2_runner
-    assert 0.1 < run.accepted / run.drafted < 0.9
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("draft", [draft for draft in DRAFTS if "token" not in draft])
-def test_sampled_continuations_have_the_targets_distribution_with_lookups_on_the_device(
-    small_vocabulary_model, plain_samples, draft
-):
-    """A round has a random number of passes, 0 included, and random lookups."""
-    spec = magicdec(3, **{"draft_kv_budget": 64, **DRAFTS[draft]}, draft_lookup="on")
-    run = assert_same_distribution(
-        plain_samples,
-        small_vocabulary_model,
-        (17, 27),
-        "generate_with_random_lookups",
-        v2=True,
-        max_num_seqs=64,  # a wide pass takes 256 tokens
-        speculative_config=spec,
-    )
-    assert run.v2_runner
-    assert 0.1 < run.accepted / run.drafted < 0.9
-    looked_up, accepted = lookup_metrics(run)
-    assert 0 < accepted < looked_up
+    assert 0.05 < run.accepted / run.drafted < 0.9
+    if case.number == 3:
+        assert_lookups_are_sometimes_right(run, case.scenario)
 
 
 def test_the_test_catches_a_broken_acceptance_rule(small_vocabulary_model, plain_samples):
@@ -390,32 +322,3 @@ def test_steps_without_drafts_take_every_limit_of_sampling(small_vocabulary_mode
     )
     for (answer,) in run.results[0]:
         assert len(answer["completions"][0]["tokens"]) == 4
-
-
-@pytest.mark.extended
-def test_drafts_of_nan_do_not_change_the_distribution(small_vocabulary_model, plain_samples):
-    """vLLM's own rejection sampler would subtract a distribution of NaN from the target's."""
-    run = assert_same_distribution(
-        plain_samples,
-        small_vocabulary_model,
-        (15, 25),
-        strict=False,
-        env={engines.FAULT: "nan"},
-        speculative_config=magicdec(2, draft_kv_budget=64, draft_sample_method="probabilistic"),
-    )
-    assert run.draft_failures == 0 and run.drafted > 0
-
-
-@pytest.mark.extended
-def test_failed_drafting_does_not_change_the_distribution(small_vocabulary_model, plain_samples):
-    """The rejection sampler restores the target's distribution from meaningless drafts."""
-    spec = magicdec(2, draft_kv_budget=64, draft_sample_method="probabilistic")
-    run = assert_same_distribution(
-        plain_samples,
-        small_vocabulary_model,
-        (14, 24),
-        "generate_with_broken_drafting",
-        strict=False,
-        speculative_config=spec,
-    )
-    assert run.draft_failures > 0

@@ -40,10 +40,7 @@ def chosen(prompts):
 
 
 async def stream_completion(
-    server: Server,
-    prompt: list[int],
-    stop_after: int | None = None,
-    max_tokens: int = GREEDY["max_tokens"],
+    server: Server, prompt: list[int], stop_after: int | None = None, max_tokens: int = GREEDY["max_tokens"]
 ) -> list[int]:
     """Token ids of a streamed greedy completion; hang up after `stop_after` chunks."""
     tokens: list[int] = []

@@ -2,7 +2,6 @@
 """SnapKV's selections in engines against a slow float64 reference written from the paper's formulas."""
 
 import json
-from pathlib import Path
 
 import engines
 import numpy as np
@@ -11,7 +10,7 @@ import texts
 import torch
 from engines import PAGE, magicdec
 from reference import snapkv_scores
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 pytestmark = pytest.mark.extended
@@ -20,38 +19,6 @@ WINDOW, KERNEL, SINK, BUDGET = 32, 7, 16, 160
 NUM_SELECTED = BUDGET - WINDOW - SINK
 # The engine scores in float32: scores closer than this, relative to the last one taken, are ties.
 TIE = 1e-4
-
-SHAPES = {"shipped (GQA)": None, "MHA": (4, 4), "MQA": (4, 1)}
-ENGINES = {
-    "whole prompts": {},
-    "chunked prefill": {"max_num_batched_tokens": 64},
-}
-
-
-def model_of(shape: str, folder: Path) -> Path:
-    """Return the shipped model, or write a small one to `folder`."""
-    if SHAPES[shape] is None:
-        return engines.MODEL
-    num_heads, num_kv_heads = SHAPES[shape]
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=2048,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
-        head_dim=32,
-        max_position_embeddings=8192,
-    )
-    model = LlamaForCausalLM(config)
-    for name, weight in model.named_parameters():
-        if "q_proj" in name or "k_proj" in name:
-            weight.data.mul_(8)  # attention that is not nearly uniform
-    model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_text((engines.MODEL / name).read_text())
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -98,17 +65,10 @@ def scores_of_entries(granularity: str, scores: np.ndarray) -> np.ndarray:
     return scores
 
 
-@pytest.mark.parametrize(
-    ("shape", "schedule", "granularity"),
-    [
-        ("shipped (GQA)", "chunked prefill", "token"),
-        ("shipped (GQA)", "whole prompts", "page"),
-        ("MHA", "whole prompts", "token"),
-        ("MQA", "chunked prefill", "page"),
-    ],
-)
-def test_the_engines_selection_is_the_references(tmp_path, prompts, shape, schedule, granularity):
-    model = model_of(shape, tmp_path)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("engine", [{}, {"max_num_batched_tokens": 64}], ids=["whole prompts", "chunks"])
+def test_the_engines_selection_is_the_references(prompts, engine, granularity):
+    """tests/policies/test_snapkv.py has other numbers of heads."""
     unit, sinks, recent, num_selected = GRANULARITIES[granularity]
     spec = magicdec(
         3,
@@ -123,12 +83,11 @@ def test_the_engines_selection_is_the_references(tmp_path, prompts, shape, sched
     run = engines.run(
         # Twice: the second time every prompt is in the prefix cache, and its queries are not computed.
         [("selections", {"prompts": prompts})] * 2,
-        model=str(model),
         max_num_seqs=8,
         speculative_config=spec,
-        **ENGINES[schedule],
+        **engine,
     )
-    reference = LlamaForCausalLM.from_pretrained(model, dtype=torch.float64)
+    reference = LlamaForCausalLM.from_pretrained(engines.MODEL, dtype=torch.float64)
     num_compared = 0
     for prompt, *selections in zip(prompts, *run.results, strict=True):
         drafted = 3 if granularity == "page" else 0  # their pages are recent ones

@@ -11,13 +11,7 @@ import pytest
 import spire_drafts
 import texts
 import torch
-from draft_engines import (
-    V2_ENGINE,
-    V2_TOKENS,
-    WHOLE_LEN,
-    drafting_with,
-    on_v2,
-)
+from draft_engines import V2_ENGINE, V2_TOKENS, WHOLE_LEN, drafting_with, on_v2
 from engines import MODEL
 from greedy import GREEDY, assert_same_tokens, first_tokens
 
@@ -49,8 +43,7 @@ def assert_drafts_as_the_reference(path: Path, draft: Path, *, min_rounds: int) 
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "feedback_memory", "v2"),
-    [(2, True, False), (2, False, True), (6, True, True)],
+    ("num_layers", "feedback_memory", "v2"), [(2, True, False), (2, False, True), (6, True, True)]
 )
 def test_drafts_follow_the_equations(tmp_path, num_layers, feedback_memory, v2):
     """Steps after the first use memory of drafted tokens; contexts are within and beyond the window."""
@@ -89,14 +82,18 @@ def test_it_drafts_token_by_token_where_lookups_are_verified_unchecked(tmp_path,
     assert_drafts_as_the_reference(Path(recorded), draft, min_rounds=1)
 
 
-def test_failed_memory_loses_no_request(prompts, plain, draft):
+@pytest.mark.parametrize(("v2", "number"), [(False, "auto"), (True, 4)])
+def test_failed_memory_loses_no_request(prompts, plain, draft, v2, number):
+    chosen, batch = on_v2(prompts)
     run = engines.run(
-        [("generate_with_broken_memory", {"batches": [{"prompts": prompts[:6], "sampling": GREEDY}]})],
+        [("generate_with_broken_memory", {"batches": [batch]})],
+        **{**V2_ENGINE, "v2": v2},
         strict=False,
-        speculative_config=drafting_with(draft, "auto"),
+        speculative_config=drafting_with(draft, number),
     )
-    assert_same_tokens(plain[:6], run.results[0][0], "broken memory")
-    assert run.draft_failures > 0
+    expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]
+    assert_same_tokens(expected, run.results[0][0], "broken memory")
+    assert run.v2_runner == v2 and run.draft_failures > 0
 
 
 def test_the_shipped_draft_compiles_and_runs_in_separate_processes(prompts, plain):
@@ -112,43 +109,6 @@ def test_the_shipped_draft_compiles_and_runs_in_separate_processes(prompts, plai
     assert_same_tokens(plain, run.results[0][0], "as users run it")
     assert run.draft_failures == 0 and run.accepted > 0.2 * run.drafted
     assert "256 tokens (4 sinks, the 252 latest)" in run.log
-
-
-def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain, draft):
-    """Draft steps run eagerly first, then from CUDA graphs (recorded ones, see recorded_graphs.py)."""
-    chosen, batch = on_v2(prompts)
-    count = ("generate_and_count_drafts", {"batches": [batch]})
-    engine = {
-        **V2_ENGINE,
-        "enable_prefix_caching": False,
-        # Recorded graphs replay torch's operators, which the kernel for CPUs is not.
-        "speculative_config": drafting_with(draft, native_attention=False),
-    }
-    graphs = [("record_graphs", {"sizes": [2, 4]}), count, ("count_replays", {})]
-    run = engines.run([count, *graphs], **engine)
-    on_v1 = engines.run([count], **{**engine, "v2": False})
-    assert run.v2_runner and not on_v1.v2_runner and run.draft_failures == on_v1.draft_failures == 0
-    eager, _, replayed, replays = run.results
-    expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]
-    for how, result in (("eager", eager), ("replayed", replayed)):
-        assert_same_tokens(expected, result["batches"][0], f"V2 runner, {how}")
-        assert (result["accepted"], result["drafted"]) == (eager["accepted"], eager["drafted"])
-    assert 0 < eager["accepted"] < eager["drafted"]
-    assert eager["accepted"] == on_v1.results[0]["accepted"]
-    assert replays["2"] > 0 < replays["4"]  # of 4, 3, 2 and 1 requests
-
-
-def test_failed_memory_loses_no_request_on_the_v2_runner(prompts, plain, draft):
-    chosen, batch = on_v2(prompts)
-    run = engines.run(
-        [("generate_with_broken_memory", {"batches": [batch]})],
-        **V2_ENGINE,
-        strict=False,
-        speculative_config=drafting_with(draft),
-    )
-    expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]
-    assert_same_tokens(expected, run.results[0][0], "V2 runner, broken memory")
-    assert run.v2_runner and run.draft_failures > 0
 
 
 def test_the_engine_starts_without_weights(prompts, draft):

@@ -57,17 +57,6 @@ def test_every_load_runs_on_every_method(short_run):
         assert run.items() >= {name: vllm[name] for name in ("output_throughput", "p99_e2el_ms")}.items()
 
 
-def test_the_record_describes_the_measurement_and_stays_small(short_run):
-    record, _, _ = short_run
-    assert {"processor", "cores", "vllm", "torch"} <= record["machine"].keys()
-    assert (
-        record["methods"]["magicdec-streamingllm"]["speculative_config"]["num_speculative_tokens"] == DRAFTS
-    )
-    assert record["settings"]["requests"] == REQUESTS
-    lists = {name for run in record["runs"] for name, value in run.items() if isinstance(value, list)}
-    assert lists == {suite_plots.PER_POSITION}
-
-
 def test_acceptance_is_reported_for_drafting_methods_only(short_run):
     record, _, _ = short_run
     for context in (200, 600):
@@ -80,10 +69,5 @@ def test_acceptance_is_reported_for_drafting_methods_only(short_run):
 
 def test_tables_and_plots_are_written(short_run):
     _, out, printed = short_run
-    for name in PLOTS:
-        assert (out / name).read_bytes().startswith(PNG)
-    assert (
-        "magicdec-streamingllm" in printed
-        and "in flight" in printed
-        and str(out) in printed.replace("\n", "")
-    )
+    assert all((out / name).read_bytes().startswith(PNG) for name in PLOTS)
+    assert "magicdec-streamingllm" in printed and str(out) in printed.replace("\n", "")

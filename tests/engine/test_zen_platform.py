@@ -46,6 +46,6 @@ def generate(prompts):
 
 def test_output_is_plain_decodings_with_the_kernel(generate):
     config = magicdec(4, draft_kv_budget=256, **POLICIES["snapkv by token"])
-    answers, (described,) = generate(("describe_draft", {}), speculative_config=config)
+    answers, described = generate(("describe_draft", {}), speculative_config=config)
     assert described["native_layers"] == described["attention_layers"]
     assert_same_tokens(generate()[0][0], answers[0], "Zen")

@@ -76,6 +76,24 @@ def test_greedy_output_is_unchanged_with_cuda_graphs(prompts, plain, draft):
         assert tokens > 0 and rounds <= passes < 6 * rounds
 
 
+@pytest.mark.parametrize("draft", [*POLICIES, "a draft model"])
+def test_adaptive_verification_changes_no_output(prompts, plain, draft):
+    """vLLM has it on GPUs alone; attention of TRITON_ATTN has graphs for requests of any length."""
+    batches = [{"prompts": prompts, "sampling": GREEDY}]
+    run = engines.run(
+        [("adaptive_costs", {}), ("generate", {"batches": batches})],
+        v2=True,
+        enforce_eager=False,
+        max_num_seqs=16,
+        attention_backend="TRITON_ATTN",
+        speculative_config={**DRAFTS[draft], "enable_adaptive_verification": True},
+    )
+    (drafts_ms, token_ms), answers = run.results
+    assert drafts_ms > token_ms, "four draft steps read the weights four times"
+    assert_same_tokens(plain, answers[0], f"{draft}, adaptive verification")
+    assert run.draft_failures == 0 and run.accepted > 0
+
+
 @pytest.mark.parametrize("policy", ["streamingllm", "snapkv by token"])
 def test_greedy_output_is_unchanged_without_cuda_graphs(prompts, plain, policy):
     run = engines.generate(prompts, GREEDY, v2=True, max_num_seqs=16, speculative_config=DRAFTS[policy])

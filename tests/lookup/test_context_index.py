@@ -59,16 +59,6 @@ def test_continuations_equal_the_references(parts, ahead, most, factor):
     assert (more.length, more.tokens, more.shares) == expected(context, ahead, most)
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.data())
-def test_matches_longer_than_the_maximum_are_equal(data):
-    phrase = data.draw(st.lists(st.integers(0, 50), min_size=MAX_MATCH + 5, max_size=MAX_MATCH + 5))
-    context = [*phrase, 7, *phrase, 8, *phrase, 8, *phrase]
-    length, tokens, shares = found(index_of(context), [], 1)
-    assert (length, tokens, shares) == expected(context, [], 1)
-    assert length == MAX_MATCH
-
-
 def test_a_single_token_is_matched_if_no_pair_is():
     assert found(index_of([5, 1, 7, 5, 2, 5, 1, 6, 5]), [], 2) == (1, [1, 6], [2 / 3, 1 / 2])
     assert found(index_of([5, 1, 7, 5, 2, 5, 1, 6, 5]), [2], 1) == (2, [5], [1.0])

@@ -16,7 +16,7 @@ from reference import likeliest_in_documents
 
 from vllm_magicdec.errors import MagicDecConfigError
 from vllm_magicdec.lookup import datastore_files
-from vllm_magicdec.lookup.context_index import MAX_MATCH, ContextIndex
+from vllm_magicdec.lookup.context_index import MAX_MATCH
 from vllm_magicdec.lookup.datastore import MAX_SAMPLES, MIN_MATCH, Datastore
 from vllm_magicdec.lookup.datastore_files import UnfitDocumentsError, Vocabulary
 
@@ -113,11 +113,6 @@ def test_many_occurrences_are_sampled(path):
     length, tokens, shares = found(Datastore.open(path, 100), [1, 2], 3)
     assert (length, tokens) == (2, [4, 6])
     assert shares == [pytest.approx(0.7, abs=3 * (0.7 * 0.3 / MAX_SAMPLES) ** 0.5), 1.0]
-
-
-def test_a_constant_datastore_is_searched(path):
-    write(path, [[1] * 100_000])
-    assert found(Datastore.open(path, 100), [1] * 50, 3) == (MAX_MATCH, [1] * 3, [1.0] * 3)
 
 
 @pytest.mark.parametrize(
@@ -218,14 +213,6 @@ def test_random_positions_do_not_crash_the_process(data):
         store = Datastore.open(path, 10)
         for latest in ([1, 2], [3, 1, 2], tokens):
             assert len(found(store, latest, 4)[1]) <= 4
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.integers(0, 9), max_size=80), st.lists(st.integers(0, 9), max_size=40))
-def test_a_context_returns_its_latest_tokens(context, ahead):
-    index = ContextIndex()
-    index.extend(np.array(context, dtype=np.int32))
-    assert index.latest(np.array(ahead, dtype=np.int32)).tolist() == [*context, *ahead][-MAX_MATCH:]
 
 
 def test_writing_does_not_import_numba():

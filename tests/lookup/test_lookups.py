@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from vllm_magicdec.lookup import served as served_answers
 from vllm_magicdec.lookup.calibration import Calibration
-from vllm_magicdec.lookup.context_index import MAX_MATCH, Match
+from vllm_magicdec.lookup.context_index import Match
 from vllm_magicdec.lookup.continuation import MIN_ACCEPTANCE
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.lookup.lookups import Lookups
@@ -47,13 +47,6 @@ def test_at_most_max_num_reqs_contexts_are_kept():
         assert set(req_ids) <= set(lookups._indexes) and len(lookups._indexes) <= 3
 
 
-def test_nothing_is_looked_up_for_no_tokens():
-    lookups = Lookups(1, 1000, 16)
-    lookups.follow(["a"], [history([1, 2, 1, 2])])
-    for most in (0, -1):
-        assert lookups.look_up("a", [], most).tokens == ()
-
-
 def test_a_continuation_ends_where_it_is_unlikely():
     lookups = Lookups(1, 1000, 16)
     # After 1, 2 come twenty different tokens.
@@ -81,16 +74,6 @@ def test_chances_become_those_seen(true_chance):
     assert chance_of(calibration, 6, 0.5) == pytest.approx(true_chance / 2, abs=0.03)
     untouched = Calibration()
     assert all(chance_of(calibration, n, 1.0) == chance_of(untouched, n, 1.0) for n in range(2, 6))
-
-
-def test_longer_matches_are_likelier_at_first_and_probabilities_stay_below_one():
-    calibration = Calibration()
-    chances = [chance_of(calibration, length, 1.0) for length in range(2, MAX_MATCH + 1)]
-    assert chances == sorted(chances) and chances[0] > 0.5
-    assert chance_of(calibration, 10 * MAX_MATCH, 1.0) == chances[-1]
-    for _ in range(1000):
-        calibration.observe(4, 0.5, is_right=True)
-    assert chance_of(calibration, 4, 1.0) == 1.0
 
 
 @given(st.integers(1, 40), st.lists(st.floats(0.01, 1.0), max_size=40), st.sampled_from([0.0, 0.1, 0.5]))
@@ -123,16 +106,6 @@ def test_calibration_learns_from_all_verified_tokens():
         learned.clear()
         lookups.follow(["a"], [history(known + verified)])
         assert learned == seen
-
-
-@pytest.mark.parametrize(("max_drafts", "is_learned"), [(32, False), (39, True)])
-def test_calibration_learns_from_rounds_of_many_drafts(max_drafts, is_learned):
-    lookups, learned = Lookups(1, 1000, max_drafts), []
-    lookups._calibrations[0].observe = lambda *seen: learned.append(seen)
-    text = list(range(1, 60))
-    lookups.follow(["a"], [history([*text, 1, 2])])
-    lookups.follow(["a"], [history([*text, *range(1, 43)])])
-    assert (len(learned) == 40) == is_learned and bool(learned) == is_learned
 
 
 def tokens(*ids: int) -> np.ndarray:

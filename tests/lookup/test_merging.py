@@ -14,16 +14,6 @@ from vllm_magicdec.lookup.context_index import Match
 NONE = Match(0, [], [])
 
 
-def test_the_longer_match_is_chosen_and_at_a_tie_the_first():
-    calibrations = [Calibration(), Calibration()]
-    short, long = Match(2, [1, 2], [1.0, 1.0]), Match(9, [3, 4], [1.0, 1.0])
-    assert choose([short, long], calibrations, 0.1).source == 1
-    assert choose([long, short], calibrations, 0.1).source == 0
-    assert choose([short, short], calibrations, 0.1).source == 0
-    assert choose([short, Match(2, [3, 4], [1.0, 0.9])], calibrations, 0.1).tokens == [1, 2]
-    assert choose([NONE, short], calibrations, 0.1).source == 1
-
-
 def test_nothing_is_chosen_without_a_likely_match():
     unlikely = Match(2, [1, 2], [0.05, 1.0])
     for matches in ([NONE, NONE], [unlikely, NONE]):

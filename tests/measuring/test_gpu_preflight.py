@@ -5,18 +5,15 @@ import importlib.util
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import gpu_preflight
 import pytest
 import torch
 
 from vllm_magicdec import plugin
 from vllm_magicdec.errors import MagicDecConfigError
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import gpu_preflight
 
 GIB = 2**30
 

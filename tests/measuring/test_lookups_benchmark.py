@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The statistics of benchmarks/lookups.py and confidence.py on known turns."""
 
-import sys
 from dataclasses import asdict
-from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import confidence
 import lookups as benchmark
+import pytest
 from common.tables import markdown
 
 PROMPTS = [[0] * 100] * 2
@@ -35,11 +31,6 @@ def test_ratios_are_of_turns_of_one_pass_and_counts_of_all_turns():
     assert (plain.batch, plain.context, plain.verified_per_accepted) == (2, 100, None)
     record = {"engine": {"model": "m", "dtype": "d"}, "rows": [asdict(row) for row in (plain, fixed, auto)]}
     assert markdown(benchmark.table_of([record])).count("| 2 | 100 |") == 3
-
-
-def test_without_auto_there_are_no_ratios():
-    rows = benchmark.rows_of("stdlib", PROMPTS, {"plain": [turn(10)], "fixed": [turn(30)]})
-    assert [row.over_before for row in rows] == [None, None]
 
 
 def test_calibration_has_as_many_drafts_in_every_group_and_compares_means():

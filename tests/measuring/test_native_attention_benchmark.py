@@ -3,17 +3,13 @@
 
 import json
 import statistics
-import sys
 
-import engines
+import native_attention
 import pytest
 import torch
+from docs_tables import RESULTS
 
 from vllm_magicdec.attention.native_attention import is_faster
-
-sys.path.insert(0, str(engines.HERE.parent / "benchmarks"))
-import native_attention
-from docs_tables import RESULTS
 
 FEW_MS = 0.021  # that older records charge one side alone with, as they do not time layers' calls
 

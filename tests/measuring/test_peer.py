@@ -1,19 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """benchmarks/peer.py: it measures the peer's cells, and all engines of a cell decode the same batch."""
 
-import argparse
 import json
 import sys
-from pathlib import Path
-from types import SimpleNamespace
 
+import peer
 import pytest
+from common.tables import markdown
 
 from vllm_magicdec.planner.models import MODELS
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import peer
-from common.tables import markdown
 
 
 def row(context: int, policy: str, batch: int, tokens_per_s: float) -> dict:
@@ -50,21 +45,6 @@ def test_the_table_has_the_posters_speedups():
     rows = [row(100_000, "plain", 3, 98.0), row(100_000, "verify-topk", 3, 196.0)]
     shown = markdown(peer.table_of({"settings": {"model": "Qwen/Qwen3-8B"}, "rows": rows}))
     assert "2.00 x" in shown and "2.73 x" in shown
-
-
-def test_long_contexts_are_read_as_the_models_card_says():
-    args = argparse.Namespace(model="m", dtype="bfloat16", requests=128, tokens=256)
-    short, long = (peer.settings_for(args, context) for context in peer.VEGAS)
-    assert short["hf_overrides"] == {} and long["hf_overrides"]["rope_parameters"]["rope_type"] == "yarn"
-    assert long["max_model_len"] > 100_256
-
-
-@pytest.mark.parametrize(("num_tokens", "fits"), [(10_263, 15), (160_000, 0), (159_984, 1)])
-def test_requests_that_fit_are_whole_pages(num_tokens, fits):
-    cache = SimpleNamespace(num_gpu_blocks=10_000, block_size=16)
-    config = SimpleNamespace(cache_config=cache)
-    llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config))
-    assert peer.requests_that_fit(llm, num_tokens) == fits
 
 
 def test_the_floor_is_what_a_plain_step_reads():

@@ -3,14 +3,11 @@
 
 import json
 import os
-import sys
 
 import engines
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
-sys.path.insert(0, str(engines.MODEL.parent))
 import ray_batch
 import ray_cluster
 
@@ -227,57 +224,6 @@ def test_a_text_is_answered_once_however_its_path_is_typed_and_again_when_it_cha
     assert [answers[f"{lines}#{index}"] for index in range(4)] == ["ONE", "NEW", "TWO", "TWO"]
 
 
-def test_a_link_is_of_the_kind_that_its_own_name_says(tmp_path):
-    (tmp_path / "blob").write_text('{"text": "first"}\n')
-    (tmp_path / "rows.jsonl").symlink_to(tmp_path / "blob")
-    assert ray_batch.find_files([str(tmp_path / "rows.jsonl")], "out") == [f"{tmp_path}/rows.jsonl"]
-
-
-def test_a_documents_row_has_its_acceptance():
-    drafts = {
-        "num_spec_steps": 4,
-        "num_draft_tokens": 16,
-        "num_accepted_draft_tokens": 8,
-        "mean_acceptance_length": 3.0,
-    }
-    made = {
-        "document": "a",
-        "text_sha256": "0" * 16,
-        "unreadable": "",
-        "generated_text": "text",
-        "num_input_tokens": 10,
-        "num_generated_tokens": 12,
-        "metrics": {"drafts": json.dumps(drafts), "first_token_ts": 1.0, "last_token_ts": 3.5},
-    }
-    assert ray_batch.answer_row(made) == {
-        "document": "a",
-        "text_sha256": "0" * 16,
-        "answer": "text",
-        "error": "",
-        "prompt_tokens": 10,
-        "output_tokens": 12,
-        "rounds": 4,
-        "drafted": 16,
-        "accepted": 8,
-        "acceptance_length": 3.0,
-        "seconds": 2.5,
-    }
-    plain = ray_batch.answer_row({**made, "metrics": {"drafts": ""}})
-    assert (plain["rounds"], plain["acceptance_length"]) == (0, 1.0)
-    failed = ray_batch.answer_row({**made, "__inference_error__": "too long"})
-    assert failed == {"document": "a", "text_sha256": "0" * 16, "answer": "", "error": "too long"}
-    pa.Table.from_pylist([failed, plain], schema=ray_batch.SCHEMA)
-
-
-def test_the_users_engine_arguments_override_the_defaults():
-    kwargs = ray_cluster.engine_kwargs({"block_size": 64, "max_model_len": 100})
-    assert (kwargs["block_size"], kwargs["max_model_len"]) == (64, 100)
-    assert kwargs["speculative_config"]["method"] == "magicdec-self"
-    assert kwargs["per_request_spec_decode_metrics"] == "summary"
-    plain = ray_cluster.engine_kwargs({"speculative_config": None})
-    assert "speculative_config" not in plain and "per_request_spec_decode_metrics" not in plain
-
-
 def test_replicas_get_this_shells_variables_but_no_secrets(monkeypatch):
     monkeypatch.setenv("VLLM_MAGICDEC_STRICT", "1")
     monkeypatch.setenv("VLLM_API_KEY", "secret")
@@ -311,50 +257,3 @@ def test_only_local_clusters_get_the_users_token():
         "auto": False,  # Ray brings it itself
     }.items():
         assert ray_cluster._is_of_this_machine(address) == is_here, address
-
-
-def test_a_job_reports_that_it_waits_for_cpus(monkeypatch, capsys):
-    ray = pytest.importorskip("ray")
-    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 3.0})
-    ray_cluster._warn_if_waiting(2)
-    assert not capsys.readouterr().out
-    ray_cluster._warn_if_waiting(3)
-    assert "has 3 free CPUs; the engines need 3 " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("num_failures", [0, 1, 2])
-def test_a_ray_that_does_not_start_is_started_once_more(monkeypatch, capsys, num_failures):
-    ray = pytest.importorskip("ray")
-    asked = []
-
-    def init(**options):
-        asked.append(options)
-        if asked.count(options) <= num_failures:
-            raise RuntimeError("The port file was not written.")
-
-    monkeypatch.setattr(ray, "init", init)
-    monkeypatch.setattr(ray, "shutdown", lambda: asked.append("shutdown"))
-    if num_failures == 2:
-        with pytest.raises(RuntimeError, match="port file"):
-            ray_cluster._start(num_cpus=3)
-    else:
-        ray_cluster._start(num_cpus=3)
-    again = ["shutdown", {"num_cpus": 3}] if num_failures else []
-    assert asked == [{"num_cpus": 3}, *again]
-    assert ("trying again" in capsys.readouterr().err) == bool(num_failures)
-
-
-def test_the_last_line_of_a_replicas_failure_is_reported():
-    trace = "The actor died ...\n  File x.py\nvllm_magicdec.errors.MagicDecConfigError: 'p' is unknown\n"
-    assert ray_cluster.reason(RuntimeError(trace)) == "'p' is unknown"
-    assert ray_cluster.reason(RuntimeError("The actor died: its node is gone.")).startswith(
-        "The actor died"
-    )
-    assert ray_cluster.reason(RuntimeError()) == "RuntimeError"
-
-
-def test_the_object_store_fits_into_shared_memory(monkeypatch):
-    for free, expected in ((2**26, 100 * 2**20), (2**29, int(0.6 * 2**29)), (2**40, 2**29)):
-        usage = lambda path, free=free: type("Usage", (), {"free": free})  # noqa: E731
-        monkeypatch.setattr(ray_cluster.shutil, "disk_usage", usage)
-        assert ray_cluster._object_store_bytes() == expected

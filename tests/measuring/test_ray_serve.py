@@ -4,10 +4,7 @@
 import sys
 from types import ModuleType
 
-import engines
 import pytest
-
-sys.path.insert(0, str(engines.MODEL.parent))
 import ray_cluster
 import ray_serve
 

@@ -2,32 +2,12 @@
 """Records of a machine, tables, and the measurement of everything in one command."""
 
 import json
-import sys
 from pathlib import Path
 
-import engines
-import pytest
-
-sys.path.insert(0, str(engines.HERE.parent / "benchmarks"))
 import all_results
 import docs_tables
+import pytest
 from common import machine, options, tables
-
-AMD = {"vendor_id": "AuthenticAMD"}
-
-
-@pytest.mark.parametrize(
-    ("cpu", "name"),
-    [
-        ({**AMD, "cpu family": "25", "model": "1"}, "Zen 3"),
-        ({**AMD, "cpu family": "25", "model": "17"}, "Zen 4"),
-        ({**AMD, "cpu family": "26", "model": "2"}, "Zen 5"),
-        ({"vendor_id": "GenuineIntel", "cpu family": "6", "model": "143"}, "Sapphire Rapids"),
-        ({**AMD, "cpu family": "99", "model": "7"}, "AuthenticAMD family 99 model 7"),
-    ],
-)
-def test_processors_have_the_names_that_engineers_use(cpu, name):
-    assert machine.microarchitecture(cpu) == name
 
 
 def test_the_folder_of_a_record_is_created_before_the_measurement(tmp_path, capsys):
@@ -55,19 +35,6 @@ def test_a_record_has_the_machines_rates_and_load():
     assert not machine.same_machine(described, {**described, "family_model_stepping": "1/2/3"})
 
 
-def test_caches_are_data_caches_and_empty_if_unknown(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "_CPUS", tmp_path)
-    assert machine._cache(1) == ""
-    caches = [("1", "Instruction", "64K"), ("1", "Data", "48K"), ("2", "Unified", "2M"), ("3", "", "")]
-    for index, contents in enumerate(caches):
-        folder = tmp_path / f"cache/index{index}"
-        folder.mkdir(parents=True)
-        for name, content in zip(("level", "type", "size"), contents, strict=True):
-            if content:
-                (folder / name).write_text(content + "\n")
-    assert [machine._cache(level) for level in (1, 2, 3, 4)] == ["48K", "2M", "", ""]
-
-
 def test_machines_are_named_by_microarchitecture_and_instructions():
     described = {"processor": "AMD EPYC", "cores": 2}
     assert machine.device_of(described) == "AMD EPYC, 2 cores"
@@ -76,12 +43,6 @@ def test_machines_are_named_by_microarchitecture_and_instructions():
     described["instruction_sets"] = "avx2 avx512f avx512_bf16"
     assert all_results.name_of(machine.device_of(described)) == "zen-3-avx512_bf16-2-cores"
     assert machine.device_of({**described, "gpu": "NVIDIA H100"}) == "NVIDIA H100"
-
-
-def test_tables_in_markdown():
-    table = tables.make_table("not shown", ["batch\nsize"], names=["policy"])
-    table.add_row("snapkv", "8")
-    assert tables.markdown(table) == "| policy | batch size |\n| --- | --: |\n| snapkv | 8 |"
 
 
 @pytest.mark.parametrize("page", docs_tables.PAGES, ids=lambda page: page.name)
@@ -134,9 +95,3 @@ def test_measuring_everything_resumes_after_an_interruption(tmp_path, folders):
     outcomes = [o for _, o, _ in all_results.measure_all((parts[0], mended, parts[2]), results, logs)]
     assert outcomes == ["there already", "measured", "there already"]
     assert (results / "two.json").read_text() == "2"
-
-
-def test_the_parts_are_commands_that_exist():
-    for each in all_results.PARTS:
-        assert (all_results.HERE / each.script).exists()
-    assert len({each.result for each in all_results.PARTS}) == len(all_results.PARTS)

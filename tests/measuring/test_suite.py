@@ -8,14 +8,10 @@ from pathlib import Path
 
 import engines
 import pytest
-from short_runs import PLOTS, REQUESTS, TOKENS
-from transformers import AutoTokenizer
-
-from vllm_magicdec.planner.shapes import SPIRE
-
-sys.path.insert(0, str(engines.HERE.parent / "benchmarks"))
 import suite
 import suite_plots
+from short_runs import PLOTS, REQUESTS, TOKENS
+from transformers import AutoTokenizer
 
 
 def make_run(method: str, speed: float, **fields) -> dict:
@@ -32,17 +28,6 @@ def make_run(method: str, speed: float, **fields) -> dict:
         "median_ttft_ms": 30.0,
         **fields,
     }
-
-
-def test_the_median_of_repeated_runs_counts():
-    runs = [make_run("ngram", speed) for speed in (70.0, 20.0, 90.0)]
-    assert suite.median_run(runs) == {**runs[0], "least_throughput": 20.0, "most_throughput": 90.0}
-    assert suite.median_run(runs[:1])["output_throughput"] == 70
-
-
-def test_latency_is_of_whole_requests_by_token():
-    run = make_run("plain", 100.0)
-    assert (suite_plots.latency(run, "median"), suite_plots.latency(run, "p99")) == (10, 20)
 
 
 def test_speedup_is_over_the_mean_of_plain_decodings_servers():
@@ -91,21 +76,6 @@ def test_methods_with_missing_requirements_are_skipped_with_a_reason(monkeypatch
     assert suite.why_skipped("ngram", None) is None
 
 
-def test_native_methods_are_the_same_with_another_kernel():
-    args, _ = suite.parse_arguments(["--methods", "suffix-native", "plain-native", "suffix", "plain"])
-    assert args.methods == ["plain", "suffix", "plain-native", "suffix-native"]
-    assert not set(suite.parse_arguments([])[0].methods) & set(suite.NATIVE_METHODS)
-    configs = suite.speculations(4, 512, "draft")
-    for method in suite.NATIVE_METHODS:
-        assert configs[method] == configs[method.removesuffix("-native")]
-        assert suite.environment_of(method) == {"VLLM_MAGICDEC_NATIVE_ATTENTION": "1"}
-    assert suite.environment_of("suffix") == suite.environment_of("magicdec-auto") == {}
-    runs = [
-        make_run(method, speed, concurrency=1) for method, speed in (("plain", 10), ("plain-native", 30))
-    ]
-    assert suite_plots.speedups(runs)["plain-native"] == {(1000, 1): (30, 3.0)}
-
-
 @pytest.mark.parametrize("failing", ["ngram", "plain"])
 def test_a_method_that_fails_is_reported_and_the_others_go_on(monkeypatch, tmp_path, failing):
     @contextmanager
@@ -139,49 +109,6 @@ def test_a_method_that_fails_is_reported_and_the_others_go_on(monkeypatch, tmp_p
     assert all((tmp_path / "out" / name).exists() for name in PLOTS)
 
 
-def test_servers_take_turns(monkeypatch, tmp_path):
-    begun = []
-
-    class Standing:
-        @contextmanager
-        def only_now(self):
-            begun.append("goes on")
-            yield
-            begun.append("stands still")
-
-    @contextmanager
-    def serve(_model, *options, environment):
-        yield Standing()
-
-    def run_load(_server, _model, load, _requests, count, num_tokens, folder):
-        begun.append(str(folder.relative_to(tmp_path / "out")))
-        return {"output_throughput": float(len(begun)), "request_throughput": 10.0}
-
-    monkeypatch.setattr(suite, "serve", serve)
-    monkeypatch.setattr(suite, "run_load", run_load)
-    options = ("--methods", "plain", "ngram", "--context", "1000", "--concurrency", "4", "--in-turns")
-    args, _ = suite.parse_arguments(
-        [*options, "--repeats", "3", "--rate-fractions", "0.5", "--out", str(tmp_path / "out")]
-    )
-    args.model_path = args.model
-    record = suite.run_suite(args, [])
-    load = "context-1000-concurrency-4"
-    turns = [f"{load}/1", f"{load}/2", f"{load}/3", "context-1000-rate-5/1"]
-    folders = [f"{m}/warm-up" for m in ("plain", "ngram")]
-    for number, turn in enumerate(turns[:3]):
-        folders += [f"{m}/{turn}" for m in (("ngram", "plain") if number % 2 else ("plain", "ngram"))]
-    folders += [f"{m}/{turns[3]}" for m in ("plain", "ngram")]
-    assert begun == [event for folder in folders for event in ("goes on", folder, "stands still")]
-    assert [(run["method"], run["rate"]) for run in record["runs"]] == [
-        ("plain", None),
-        ("plain", 5.0),
-        ("ngram", None),
-        ("ngram", 5.0),
-    ]
-    # The median of three.
-    assert record["runs"][0]["output_throughput"] == 17.0
-
-
 def test_a_run_with_unanswered_requests_ends_in_an_error(monkeypatch, tmp_path):
     import vllm.benchmarks.serve
 
@@ -209,16 +136,3 @@ def test_the_shipped_draft_model_speaks_the_shipped_models_tokens():
     assert sizes[0] == sizes[1]
     others, _ = suite.parse_arguments(["--model", "another/model"])
     assert others.draft_model is None and others.spire is None
-
-
-def test_the_shipped_models_trained_draft_is_its_own():
-    args, _ = suite.parse_arguments(["--model", str(engines.MODEL)])
-    assert json.loads(Path(args.spire, "config.json").read_text())["architectures"] == [SPIRE]
-    copy, _ = suite.parse_arguments(["--model", suite.KV_HEAVY])
-    assert copy.draft_model and copy.spire is None
-
-
-def test_plain_decoding_is_always_measured(capsys):
-    with pytest.raises(SystemExit):
-        suite.parse_arguments(["--methods", "ngram"])
-    assert "must name 'plain'" in capsys.readouterr().err

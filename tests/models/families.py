@@ -27,6 +27,7 @@ _SIZES = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
+_SCALED = {"factor": 4.0, "original_max_position_embeddings": 256}  # RoPE
 # A multimodal model's vocabulary is that of the shipped model's tokenizer and these four tokens.
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 _TEXT_TOKENS = 2048
@@ -104,6 +105,10 @@ _MLA = tuple(
 )
 
 
+def _rope(rope_type: str, theta: float, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": theta, **more}}
+
+
 def _alternating(*types: str, layers: int) -> list[str]:
     return [f"{types[i % len(types)]}_attention" for i in range(layers)]
 
@@ -113,16 +118,7 @@ FAMILIES = (
         "Llama",
         "LlamaForCausalLM",
         "llama",
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 500000.0,
-                "factor": 4.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 256,
-            }
-        },
+        _rope("llama3", 500000.0, **_SCALED, low_freq_factor=1.0, high_freq_factor=4.0),
         "grouped queries, Llama 3's scaled RoPE",
         seed=11,
     ),
@@ -216,15 +212,7 @@ FAMILIES = (
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "sliding_window": 64,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 150000.0,
-                "factor": 4.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "original_max_position_embeddings": 256,
-            },
+            **_rope("yarn", 150000.0, **_SCALED, beta_fast=32.0, beta_slow=1.0, truncate=False),
         },
         "learned sinks, a window of 64 in every second layer, 4 experts with biases, YaRN",
         seed=8,
@@ -233,14 +221,7 @@ FAMILIES = (
         "Phi-3",
         "Phi3ForCausalLM",
         "phi3",
-        {
-            "hidden_size": 256,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10000.0,
-                "partial_rotary_factor": 0.75,
-            },
-        },
+        {"hidden_size": 256, **_rope("default", 10000.0, partial_rotary_factor=0.75)},
         "RoPE on three quarters of a head, merged projections",
         seed=14,
     ),
@@ -259,11 +240,7 @@ FAMILIES = (
         {
             "hidden_size": 256,
             "num_key_value_heads": 4,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10000.0,
-                "partial_rotary_factor": 0.25,
-            },
+            **_rope("default", 10000.0, partial_rotary_factor=0.25),
         },
         "RoPE on a quarter of a head, parallel residuals, biases, vLLM's Transformers backend",
         embedding_std=0.3,
@@ -324,26 +301,15 @@ FAMILIES = (
             "first_k_dense_replace": 1,
             "n_group": 1,
             "topk_group": 1,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 4.0,
-                "beta_fast": 32,
-                "beta_slow": 1,
-                "mscale": 0.707,
-                "mscale_all_dim": 0.707,
-                "original_max_position_embeddings": 256,
-            },
+            **_rope(
+                "yarn", 10000.0, **_SCALED, beta_fast=32, beta_slow=1, mscale=0.707, mscale_all_dim=0.707
+            ),
         },
         "MLA, YaRN, a dense layer, then 4 experts and a shared one",
         refusals=_MLA,
         # vLLM's CPU kernel for MLA has this page size only, and unchunked prompts must fit into a step.
         # With AMX, vLLM would choose a kernel without float32.
-        engine={
-            "block_size": 16,
-            "max_num_batched_tokens": MAX_POSITIONS,
-            "attention_backend": "CPU_MLA",
-        },
+        engine={"block_size": 16, "max_num_batched_tokens": MAX_POSITIONS, "attention_backend": "CPU_MLA"},
         caches_prefixes=False,
         seed=9,
     ),
@@ -355,11 +321,7 @@ FAMILIES = (
             "text_config": {
                 **_SIZES,
                 "vocab_size": _TEXT_TOKENS + 64,
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": 1000000.0,
-                    "mrope_section": [4, 6, 6],
-                },
+                **_rope("default", 1000000.0, mrope_section=[4, 6, 6]),
             },
             "vision_config": {
                 "depth": 2,

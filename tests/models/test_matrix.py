@@ -99,11 +99,7 @@ def test_tokens_are_plain_decodings_and_full_views_are_accepted(cell):
         return
     check_plain_answers(family)
     answers = cells.answer(cell)
-    for when, got in (
-        ("first", answers.within),
-        ("all", answers.every),
-        ("prefix cached", answers.again),
-    ):
+    for when, got in (("first", answers.within), ("all", answers.every), ("prefix cached", answers.again)):
         assert_true(cell, got, when)
     assert answers.run.draft_failures == 0
     assert answers.run.preemptions == 0

@@ -23,10 +23,7 @@ def test_passes_with_random_lookups_over_the_whole_context_are_all_accepted(name
     (family,) = (family for family in FAMILIES if family.name == name)
     prompts, length = cells.prompts(family), cells.num_tokens(runner)
     chosen = cells.V2_PROMPTS if runner == "V2" else range(len(prompts))
-    batch = {
-        "prompts": [prompts[i] for i in chosen],
-        "sampling": {**cells.SAMPLING, "max_tokens": length},
-    }
+    batch = {"prompts": [prompts[i] for i in chosen], "sampling": {**cells.SAMPLING, "max_tokens": length}}
     run = engines.run(
         [("generate_with_random_lookups", {"batches": [batch], "seed": 0})],
         speculative_config=magicdec(

@@ -28,13 +28,7 @@ def _model(family: Family) -> torch.nn.Module:
 
 @torch.inference_mode()
 def assert_best_tokens(family: Family, answers: list[tuple[Prompt, dict[str, Any]]], what: str) -> None:
-    """Assert that every generated token is the best one in its context, up to `MARGIN`.
-
-    Args:
-        family: Family of the model; its prompts have no pictures.
-        answers: Prompts and their requests' results of `scenarios.generate`.
-        what: The configuration, for the message.
-    """
+    """Assert that every generated token is the best one in its context, up to `MARGIN`."""
     for index, (prompt, request) in enumerate(answers):
         tokens = request["completions"][0]["tokens"]
         logits = _model(family)(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]

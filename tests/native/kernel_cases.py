@@ -54,15 +54,9 @@ class Batch:
 
 
 def write(bits, layout, pages, places, keys, values) -> None:
-    """Put tokens into a cache.
+    """Put keys and values [n, num_kv_heads, head_size] into `places` of `pages`, both [n], of a cache.
 
-    Args:
-        bits: [num_blocks, num_kv_heads, page_size, 2 * head_size], any strides of the first two.
-        layout: of a page, by vLLM's name.
-        pages: [n], and `places` in them.
-        places: [n].
-        keys: [n, num_kv_heads, head_size], and `values`.
-        values: as `keys`.
+    `bits` [num_blocks, num_kv_heads, page_size, 2 * head_size] may have any strides of the first two.
     """
     *outer, page_size, content = bits.shape
     count, num_kv_heads, head_size = keys.shape
@@ -149,10 +143,6 @@ def check(output: torch.Tensor, expected: torch.Tensor, size: float, soft_cap: f
 
 def attend_pages(kernel: Kernel, query, cache, output, *, layout: str, **where) -> None:
     kernel.over(cache, layout).attend_pages(query, output, **where)
-
-
-def with_threads(number: int) -> None:
-    torch.set_num_threads(number)
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from huge_memory import share_in_huge_pages
 
-from vllm_magicdec.attention import native_attention
 from vllm_magicdec.native import huge_pages
 
 needs_huge_pages = pytest.mark.skipif(
@@ -33,32 +32,18 @@ def test_memory_that_fills_none_stays_where_it_is():
     assert share_in_huge_pages(memory) == 0 and not memory.any()
 
 
-@pytest.mark.parametrize("moves", [True, False])
-def test_a_layer_is_bound_whether_its_memory_moves_or_not(monkeypatch, moves):
-    monkeypatch.setattr(huge_pages, "move_to_huge_pages", lambda memory: moves)
-    bound, memory = [], torch.zeros(4)
-    native_attention._bind_in_huge_pages(bound.append, memory)
-    assert len(bound) == 1 and bound[0] is memory
-
-
 @pytest.mark.parametrize(
-    ("setting", "expected"),
+    ("settings", "expected"),
     [
-        ("always madvise [never]", False),
-        ("[always] madvise never", False),
-        ("always [madvise] never", True),
+        ({"enabled": "always madvise [never]", "hpage_pmd_size": "2097152"}, False),
+        ({"enabled": "[always] madvise never", "hpage_pmd_size": "2097152"}, False),
+        ({"enabled": "always [madvise] never", "hpage_pmd_size": "2097152"}, True),
+        ({"enabled": "always [madvise] never"}, False),
+        ({}, False),
     ],
 )
-def test_memory_moves_only_with_huge_pages_on_request(tmp_path, monkeypatch, setting, expected):
-    (tmp_path / "enabled").write_text(setting + "\n")
-    (tmp_path / "hpage_pmd_size").write_text("2097152\n")
+def test_memory_moves_only_with_huge_pages_on_request(tmp_path, monkeypatch, settings, expected):
+    for name, content in settings.items():
+        (tmp_path / name).write_text(content + "\n")
     monkeypatch.setattr(huge_pages, "_SETTINGS", tmp_path)
     assert huge_pages.on_demand() is expected
-
-
-@pytest.mark.parametrize("known", [[], ["enabled"]])
-def test_a_system_with_unknown_page_size_has_no_huge_pages(tmp_path, monkeypatch, known):
-    for name in known:
-        (tmp_path / name).write_text("always [madvise] never\n")
-    monkeypatch.setattr(huge_pages, "_SETTINGS", tmp_path)
-    assert not huge_pages.on_demand()

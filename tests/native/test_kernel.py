@@ -18,7 +18,6 @@ from kernel_cases import (  # noqa: F401
     two_threads,
     variants,
     variants_and_layouts,
-    with_threads,
     write,
 )
 from vllm.platforms import current_platform
@@ -32,7 +31,7 @@ SOFT_CAP = 20.0  # of the comparison with vLLM's kernel
 def test_pages_are_attended_to_as_in_float64(variant, layout, data, threads):
     batch = data.draw(batches(layout))
     kernel = kernel_of(variant)
-    with_threads(threads)
+    torch.set_num_threads(threads)
     output = torch.full(batch.query.shape, torch.nan).to(batch.query.dtype)
     attend_pages(
         kernel,
@@ -67,7 +66,7 @@ def test_pages_are_attended_to_as_in_float64(variant, layout, data, threads):
 def test_a_long_context_is_summed_as_well_as_a_short_one(variant, query_len):
     """Values that are all alike: no error cancels another. One sum over all tokens would be off by 6e-4."""
     kernel, context, page_size, head_size = kernel_of(variant), 2**16, 32, 64
-    with_threads(1)
+    torch.set_num_threads(1)
     num_blocks = context // page_size
     cache = torch.zeros(num_blocks, 1, page_size, 2 * head_size)
     cache.view(num_blocks, 1, 2, -1)[:, :, 1] = 0.7  # all keys are zero

@@ -41,41 +41,32 @@ def test_an_outdated_library_is_refused(monkeypatch, size):
 @variants
 def test_unsupported_shapes_are_refused(variant):
     kernel = kernel_of(variant)
-    query, cache, where = shared_batch(torch.float32, query_len=33)
-    with pytest.raises(UnreadableError, match="at most 32 query tokens"):
-        attend_pages(kernel, query, cache, torch.empty_like(query), **where)
-    few = shared_batch(torch.float32)
-    with pytest.raises(UnreadableError, match="contiguous elements"):
-        attend_pages(kernel, few[0].mT.contiguous().mT, few[1], torch.empty_like(few[0]), **few[2])
-    with pytest.raises(UnreadableError, match="contiguous elements"):
-        kernel.over(few[1].mT.contiguous().mT, "vec")
-    with pytest.raises(UnreadableError, match=r"queries are \[15, 8, 48\], .* has heads of 64"):
-        attend_pages(kernel, few[0][..., :48], few[1], few[0][..., :48], **few[2])
-    with pytest.raises(UnreadableError, match=r"the output is \[15, 4, 64\]"):
-        attend_pages(kernel, few[0], few[1], few[0][:, :4], **few[2])
-    with pytest.raises(UnreadableError, match="float64"):
-        attend_pages(kernel, query.double(), cache.double(), query.double(), **where)
-    with pytest.raises(UnreadableError, match="queries are"):
-        attend_pages(kernel, query.bfloat16(), cache, query.bfloat16(), **where)
+    float32 = shared_batch(torch.float32)
+
+    def refuse(match, given=float32, *, query=None, cache=None, output=None, **changes):
+        own_query, own_cache, where = given
+        query = own_query if query is None else query
+        cache = own_cache if cache is None else cache
+        with pytest.raises(UnreadableError, match=match):
+            attend_pages(kernel, query, cache, query if output is None else output, **{**where, **changes})
+
+    query, cache, _ = float32
     fp8 = cache.to(torch.float8_e4m3fn)
-    with pytest.raises(UnreadableError, match="queries are"):
-        attend_pages(kernel, query.double(), fp8, query.double(), **where)
-    with pytest.raises(UnreadableError, match="queries are"):
-        attend_pages(kernel, query.bfloat16(), fp8, torch.empty_like(query), **where)
-    with pytest.raises(UnreadableError, match="not neon"):
-        attend_pages(kernel, query, cache, query, **{**where, "layout": "neon"})
-    where["layout"] = "amx"
-    of_amx = (
-        "bfloat16 and fp8, not torch.float32" if variant.name == "amx" else "own kernel for AMX was not"
-    )
-    with pytest.raises(UnreadableError, match=of_amx):
-        attend_pages(kernel, query, cache, query, **where)
+    refuse("at most 32 query tokens", shared_batch(torch.float32, query_len=33))
+    refuse("contiguous elements", query=query.mT.contiguous().mT, output=torch.empty_like(query))
+    with pytest.raises(UnreadableError, match="contiguous elements"):
+        kernel.over(cache.mT.contiguous().mT, "vec")
+    refuse(r"queries are \[15, 8, 48\], .* has heads of 64", query=query[..., :48])
+    refuse(r"the output is \[15, 4, 64\]", output=query[:, :4])
+    refuse("float64", query=query.double(), cache=cache.double())
+    refuse("queries are", query=query.bfloat16())
+    refuse("queries are", query=query.double(), cache=fp8)
+    refuse("queries are", query=query.bfloat16(), cache=fp8, output=torch.empty_like(query))
+    refuse("not neon", layout="neon")
+    refuse("multiple of 16", query=query[..., :24], cache=cache[..., :48].contiguous())
     if variant.name == "amx":
-        with pytest.raises(UnreadableError, match="queries are"):
-            attend_pages(kernel, query, fp8, query, **where)
-        with pytest.raises(UnreadableError, match="multiple of 32"):
-            few = shared_batch(torch.bfloat16, head_size=48)
-            attend_pages(kernel, few[0], few[1], few[0], **{**few[2], "layout": "amx"})
-    where["layout"] = "vec"
-    with pytest.raises(UnreadableError, match="multiple of 16"):
-        attend_pages(kernel, query[..., :24], cache[..., :48].contiguous(), query[..., :24], **where)
+        refuse("bfloat16 and fp8, not torch.float32", layout="amx")
+        refuse("queries are", cache=fp8, layout="amx")
+        refuse("multiple of 32", shared_batch(torch.bfloat16, head_size=48), layout="amx")
+    else:
+        refuse("own kernel for AMX was not", layout="amx")

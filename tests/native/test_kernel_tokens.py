@@ -12,7 +12,6 @@ from kernel_cases import (  # noqa: F401
     truth,
     two_threads,
     variants_and_layouts,
-    with_threads,
     write,
 )
 
@@ -23,16 +22,13 @@ from kernel_cases import (  # noqa: F401
 def test_tokens_are_weighed_as_in_float64(variant, layout, data, threads):
     batch = data.draw(batches(layout, windows=None))
     kernel = kernel_of(variant)
-    with_threads(threads)
+    torch.set_num_threads(threads)
     group = batch.query.shape[1] // batch.keys.shape[2]
     del batch.options["value_scale"]
     for request, (context, length) in enumerate(zip(batch.context_lens, batch.query_lens, strict=True)):
         part = slice(*batch.starts[request : request + 2].tolist())
         weights = kernel.over(batch.cache, layout).weigh_tokens(
-            batch.query[part],
-            pages=batch.block_table[request],
-            context_len=context,
-            **batch.options,
+            batch.query[part], pages=batch.block_table[request], context_len=context, **batch.options
         )
         if not length:
             assert weights.shape == (batch.keys.shape[2], context) and not weights.any()
@@ -73,16 +69,11 @@ def test_tokens_of_a_long_context_are_weighed_in_parts(variant, layout):
 
 @variants_and_layouts
 @settings(max_examples=160, deadline=None)
-@given(
-    st.data(),
-    st.integers(1, 5),
-    st.sampled_from(["in order", "runs", "as it comes"]),
-    st.booleans(),
-)
+@given(st.data(), st.integers(1, 5), st.sampled_from(["in order", "runs", "as it comes"]), st.booleans())
 def test_selected_tokens_are_attended_to_as_in_float64(variant, layout, data, threads, order, sees_all):
     batch = data.draw(batches(layout, max_query_len=12, windows=()))
     kernel = kernel_of(variant)
-    with_threads(threads)
+    torch.set_num_threads(threads)
     num_reqs, _, num_kv_heads, _ = batch.keys.shape
     group = batch.query.shape[1] // num_kv_heads
     lens = [int(torch.randint(1, context + 1, ())) if context else 0 for context in batch.context_lens]

@@ -14,7 +14,6 @@ import pytest
 from vllm_magicdec.native.library import FOLDER
 
 COMPILER = os.environ.get("CXX", "c++").split()
-BLOCK = 32  # tokens
 
 pytestmark = pytest.mark.skipif(shutil.which(COMPILER[0]) is None, reason="needs a compiler for C++")
 
@@ -94,19 +93,3 @@ def test_blocks_are_partitioned_evenly_among_threads(shared_out):
         costs = [sum(shape.cost(request) * n for (request, _, _), n in own.items()) for own in threads]
         largest = max((shape.cost(i) for i in range(len(shape.requests))), default=0)
         assert max(costs) <= sum(costs) / len(costs) + largest
-
-
-@pytest.mark.parametrize("num_kv_heads, group", [(8, 1), (8, 4), (2, 2)])
-@pytest.mark.parametrize("batch, context", [(1, 16_384), (8, 16_384), (32, 1024), (32, 4096)])
-def test_threads_of_a_server_get_equal_work(shared_out, batch, context, num_kv_heads, group):
-    """Within 10 %, verifying 9 tokens of requests of different lengths, with up to 96 threads."""
-    rng = random.Random(batch + context)
-    lengths = [rng.randint(context // 2, context) for _ in range(batch)]
-    requests = [(0, -(-length // BLOCK), 9 * group) for length in lengths]
-    shapes = [Shape(threads, num_kv_heads, requests) for threads in (2, 4, 8, 16, 32, 64, 96)]
-    for shape, threads in zip(shapes, shared_out(shapes), strict=True):
-        if sum(shape.blocks().values()) < 10 * shape.threads:
-            continue  # a tenth of a share is less than a block, where shares are cut
-        assert len(threads) == shape.threads
-        blocks = [own.total() for own in threads]
-        assert max(blocks) <= 1.1 * sum(blocks) / len(blocks)

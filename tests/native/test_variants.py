@@ -51,11 +51,6 @@ def test_drafts_are_trained_in_bfloat16_where_it_multiplies_fast(
     assert has_fast_bfloat16(torch.device("cpu")) is is_fast
 
 
-def test_a_machine_without_cpu_information(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine, "CPU_INFO", tmp_path / "none")
-    assert not machine.has_slow_avx512_bf16()
-
-
 @pytest.mark.parametrize(
     "path", sorted(RESULTS.glob("*/native-attention*.json")), ids=lambda p: f"{p.parent.name} {p.stem}"
 )

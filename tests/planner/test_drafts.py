@@ -49,13 +49,6 @@ def test_throughput_multipliers_of_spire(where):
     assert multiplier(target, devices, "spire", *at, budget) == pytest.approx(spire, rel=0.01)
 
 
-def test_spires_window_grows_with_the_context():
-    """In its Figure 6 the window grows with the context; with the trained one of 64 both gain more."""
-    at = ("llama-3.1-70b", 8)
-    assert multiplier(*at, "self", 64, 65536, 65) == pytest.approx(2.84, abs=0.01)
-    assert multiplier(*at, "spire", 64, 65536, 65) == pytest.approx(3.10, abs=0.01)
-
-
 def test_body_parameters_of_spire():
     """The paper's numbers leave out two norms per layer."""
     target = MODELS["spire-67m"]
@@ -106,13 +99,6 @@ def test_a_spire_draft_catches_up_in_one_call():
     assert deployment.catch_up_ms(4, 400) == pytest.approx(computing_ms + 0.010 + 8 * 0.5e-3 * 2000)
 
 
-@pytest.mark.parametrize(
-    ("layers", "expected"), [(1, 1), (2, 1), (5, 1), (6, 2), (8, 2), (32, 8), (80, 20)]
-)
-def test_a_quarter_of_the_layers(layers, expected):
-    assert replace(LLAMA, num_layers=layers).spire_draft().num_layers == expected
-
-
 def test_memory_holds_both_models_and_all_pages_of_both():
     deployment = Deployment(LLAMA, H100, 2, draft=SMALL)
     usable = (80 * 0.92 - 2) * GIB
@@ -121,38 +107,12 @@ def test_memory_holds_both_models_and_all_pages_of_both():
     assert deployment.kv_capacity_tokens() == int((usable - weights) / per_token)
 
 
-def test_speculation_pays_from_there_on():
-    """A small draft may also pay at short contexts, where weights dominate a step."""
-    for draft in (SMALL, LLAMA.spire_draft()):
-        for batch in (1, 16, 64, 256):
-            for alpha in (0.5, 0.7, 0.9):
-                deployment = Deployment(LLAMA, H100, 1, draft=draft)
-                at = deployment.inflection_context({512: alpha}, 4, batch)
-                contexts = [2**power for power in range(21)]
-                pays = [deployment.best({512: alpha}, 4, batch, c).speedup >= 1 for c in contexts]
-                if at is None:
-                    assert not pays[-1]
-                    continue
-                assert all(pay for context, pay in zip(contexts, pays, strict=True) if context >= at)
-                assert at == 1 or deployment.best({512: alpha}, 4, batch, at - 1).speedup < 1
-
-
 def test_a_spire_draft_is_known_by_its_configuration():
     config = json.loads((TINY_LLAMA / "config.json").read_text())
     draft = {**config, "architectures": ["MagicDecSpireForCausalLM"], "num_hidden_layers": 2}
     target = ModelShape.from_config(config)
     assert not target.is_spire
     assert ModelShape.from_config(draft, name="x") == replace(target.spire_draft(), name="x")
-
-
-def test_default_acceptance_by_draft(tmp_path):
-    usual = {}
-    for draft in ("self", "spire", "llama-3.2-1b"):
-        file = tmp_path / "plan.json"
-        command = ("--model", "llama-3.1-8b", "--draft", draft, "--gpu", "H100", "--json", str(file))
-        assert main(["plan", *command, "--batch", "1", "--context", "4096"]) == 0
-        usual[draft] = json.loads(file.read_text())["acceptance"]
-    assert usual == {"self": {"512": 0.8}, "spire": {"512": 0.8}, "llama-3.2-1b": {"512": 0.7}}
 
 
 @pytest.mark.parametrize(

@@ -130,10 +130,7 @@ def written(text: str, name: str = "a.txt"):
 
 WRONG = {
     "a file that is not there": (lambda folder: [folder / "no.txt"], "there is no .*no.txt; name files"),
-    "a folder without documents": (
-        lambda folder: [folder],
-        "no file matches .*with --include",
-    ),
+    "a folder without documents": (lambda folder: [folder], "no file matches .*with --include"),
     "no JSON": (written('{"text": "a"}\nword', "a.jsonl"), "line 2 of .*a.jsonl is no JSON"),
     "JSON without text": (
         records({"text": "a"}, {"body": "b"}),

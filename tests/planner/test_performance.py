@@ -14,7 +14,6 @@ import window_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import least_squares
-from scipy.stats import spearmanr
 
 from vllm_magicdec.planner.hardware import HARDWARE, measure_this_machine
 from vllm_magicdec.planner.models import MODELS
@@ -59,19 +58,6 @@ def test_equation_3_gives_the_measured_time_per_token_from_the_measured_passes()
         assert equation_2 == pytest.approx(row.target_ms / predicted)
 
 
-def test_with_the_time_between_passes_equation_3_is_within_3_percent():
-    rests = []
-    for row in paper.TABLE_1:
-        passes = row.draft_ms_total + row.verify_ms
-        rests.append(row.specdec_ms_per_token * row.tokens_per_round - passes)
-        one_round = round_ms(
-            row.gamma, row.draft_ms_total / row.gamma, row.verify_ms, Costs().round_overhead_ms
-        )
-        predicted = time_per_token_ms(row.tokens_per_round, one_round)
-        assert predicted == pytest.approx(row.specdec_ms_per_token, rel=0.03), row
-    assert sorted(rests)[len(rests) // 2] == pytest.approx(Costs().round_overhead_ms, abs=0.01)
-
-
 def test_fitted_constants_are_the_fit():
     """Repeat the fit that `Costs` describes."""
     unique = {
@@ -88,13 +74,6 @@ def test_fitted_constants_are_the_fit():
     fit = least_squares(misfit, [1.0] * 4, bounds=(1e-3, 1e3))
     for name, scale, first in zip(names, fit.x, start, strict=True):
         assert getattr(Costs(), name) == pytest.approx(scale * first, rel=0.02), name
-
-
-def test_speedups_of_table_1_are_predicted_in_order():
-    predicted = [row.predicted_speedup() for row in paper.TABLE_1]
-    measured = [row.speedup for row in paper.TABLE_1]
-    assert len(measured) == 44
-    assert spearmanr(predicted, measured).statistic > 0.97
 
 
 @pytest.mark.parametrize(("gpus", "bound"), [("8xA100", 0.12), ("4xH100", 0.10), ("8xL40", 0.14)])
@@ -182,27 +161,6 @@ def test_llama_3_1_8b_by_hand():
     assert compute_ms == pytest.approx(4 * 3 * 32 * 4096 * 4 * 1000 / (989e12 * 0.7) * 1e3)
     free_bytes = (80 * 0.92 - 2) * GIB - 2 * 8_030_261_248
     assert h100.kv_capacity_tokens() == int(free_bytes / 131_072)
-
-
-def test_a_pass_is_the_sum_of_its_parts():
-    costs = Costs(
-        layer_overhead_us=10, token_overhead_us=2, all_reduce_step_us=3, interconnect_efficiency=1
-    )
-    pair = Deployment(LLAMA, HARDWARE["H100"], 2, costs)
-    # 64 all-reduces of two steps: 3 us and half of 8 x 4,096 x 2 bytes at 450 GB/s.
-    all_reduce_ms = 64 * 2 * (3e-3 + 8 * 4096 * 2 / 2 / 450e9 * 1e3)
-    assert pair.all_reduce_ms(8) == pytest.approx(all_reduce_ms)
-    overhead_ms = 32 * (10 + 8 * 2) * 1e-3
-    roofline_ms = max(pair.linear_ms(8)) + max(pair.attention_ms(4, 2, 5000))
-    assert pair.forward_ms(4, 2, 5000) == pytest.approx(roofline_ms + all_reduce_ms + overhead_ms)
-
-
-def test_attention_may_reach_less_than_linear_layers():
-    costs = Costs(attention_memory_efficiency=0.25, attention_compute_efficiency=0.125)
-    full, less = (Deployment(LLAMA, HARDWARE["H100"], costs=c) for c in (Costs(), costs))
-    compute_ms, memory_ms = full.attention_ms(4, 3, 1000)
-    assert less.attention_ms(4, 3, 1000) == (8 * compute_ms, 4 * memory_ms)
-    assert less.linear_ms(12) == full.linear_ms(12)
 
 
 def test_devices_share_kv_heads_and_copy_them_when_there_are_too_few():
@@ -366,12 +324,6 @@ def test_acceptance_rate_inverts_omega(gamma, alpha):
     assert acceptance_rate(gamma, tokens_per_round(gamma, alpha)) == pytest.approx(alpha, abs=1e-6)
 
 
-@pytest.mark.parametrize(("gamma", "omega"), [(2, 3.01), (2, 0.99), (0, 1.0)])
-def test_impossible_tokens_per_round(gamma, omega):
-    with pytest.raises(ValueError, match="are not possible"):
-        acceptance_rate(gamma, omega)
-
-
 @given(deployments, gammas, alphas, batches, contexts, st.integers(16, 8192))
 def test_speedup_is_between_its_bounds(deployment, gamma, alpha, batch, context, budget):
     value = deployment.speedup(alpha, gamma, batch, context, budget)
@@ -380,19 +332,6 @@ def test_speedup_is_between_its_bounds(deployment, gamma, alpha, batch, context,
     if context <= budget:
         assert value < 1  # a draft step is a plain step
     assert value <= deployment.speedup(alpha, gamma, batch, context, max(1, budget // 2)) * (1 + 1e-12)
-
-
-@given(deployments, gammas, batches, contexts)
-def test_passes_cost_more_with_more_work(deployment, gamma, batch, context):
-    plain = deployment.plain_step_ms(batch, context)
-    assert deployment.draft_step_ms(batch, context, 512) <= plain
-    assert (
-        plain
-        < deployment.verify_ms(gamma, batch, context)
-        < deployment.verify_ms(gamma + 1, batch, context)
-    )
-    assert plain < deployment.plain_step_ms(batch, context + 1)
-    assert plain < deployment.plain_step_ms(batch + 1, context)
 
 
 @settings(deadline=None, max_examples=50)
@@ -416,23 +355,13 @@ def test_speculation_pays_from_the_inflection_on_and_not_before(
 @settings(deadline=None)
 @given(deployments, batches, contexts)
 def test_free_query_tokens_add_nothing_to_the_roofline(deployment, batch, context):
-    def roofline_ms(queries):
-        return max(deployment.linear_ms(batch * queries)), max(
-            deployment.attention_ms(batch, queries, context)
-        )
+    def times_ms(queries):
+        return deployment.linear_ms(batch * queries), deployment.attention_ms(batch, queries, context)
 
-    free = deployment.free_queries(batch, context)
-    if deployment.shape.num_experts == 1:
-        if free:
-            assert roofline_ms(free) == pytest.approx(roofline_ms(1))
-        assert sum(roofline_ms(free + 1)) > sum(roofline_ms(1)) or free == 0
-    elif free:
-        linear, attention = (
-            deployment.linear_ms(batch * free),
-            deployment.attention_ms(batch, free, context),
-        )
-        assert linear[0] <= linear[1] * (1 + 1e-12)
-        assert attention[0] <= attention[1] * (1 + 1e-12)
+    if free := deployment.free_queries(batch, context):
+        assert all(compute <= memory * (1 + 1e-12) for compute, memory in times_ms(free))
+        if deployment.shape.num_experts == 1:
+            assert any(compute > memory for compute, memory in times_ms(free + 1))
 
 
 @given(deployments, st.lists(alphas, min_size=3, max_size=3), batches, contexts)

@@ -73,13 +73,6 @@ def test_table_marks_cells_beyond_capacity_and_inflections(capsys):
     assert HARDWARE["A100"].source in printed
 
 
-def test_hopeless_acceptance_never_pays(capsys):
-    pytest.importorskip("rich")
-    command = ("--model", "qwen3-8b", "--gpu", "H200", "--batch", 4, "--context", 8192, "--acceptance", 0)
-    assert plan(*command) == 0
-    assert "S_inflection at batch 4: never pays." in capsys.readouterr().out
-
-
 def test_model_from_a_directory_or_file_with_given_bytes(tmp_path):
     pytest.importorskip("rich")
     for model in (TINY_LLAMA, TINY_LLAMA / "config.json"):
@@ -113,16 +106,10 @@ def test_measured_costs_replace_the_defaults(tmp_path):
 
 def test_png_is_a_picture_of_the_grid(tmp_path):
     pyplot = pytest.importorskip("matplotlib.pyplot")
-    sizes = []
-    for contexts in ((4096, 8192), (4096, 8192, 16384, 32768, 65536)):
-        file = tmp_path / "plan.png"
-        command = ("--model", "llama-2-7b", "--gpu", "H200", "--batch", 8, 64, "--context", *contexts)
-        assert plan(*command, "--png", file) == 0
-        height, width, _ = pyplot.imread(file).shape
-        sizes.append(width)
-        assert height > 300
-    assert sizes[0] < sizes[1]
-    assert not pyplot.get_fignums()
+    file = tmp_path / "plan.png"
+    command = ("--model", "llama-2-7b", "--gpu", "H200", "--batch", 8, 64, "--context", 4096, 8192)
+    assert plan(*command, "--png", file) == 0
+    assert min(pyplot.imread(file).shape[:2]) > 300 and not pyplot.get_fignums()
 
 
 MODEL = ("--model", "llama-3.1-8b")
@@ -142,10 +129,12 @@ GPU = ("--gpu", "H200")
         (("--model", str(ROOT / "tests"), *GPU), "there is no config.json in"),
         (("--model", str(ROOT / "README.md"), *GPU), "README.md: it is not JSON"),
         ((*MODEL, *GPU, "--load", 20, "--output", 300), "measure a load with 'vllm bench serve'"),
+        (("simulate", "--rate", 1), "measure a load with 'vllm bench serve'"),
     ],
 )
 def test_invalid_options_end_in_one_sentence(arguments, sentence, capsys):
-    assert plan(*arguments) == 2
+    command = () if arguments[0] == "simulate" else ("plan",)
+    assert main([*command, *map(str, arguments)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1
@@ -163,17 +152,8 @@ def test_invalid_options_end_in_one_sentence(arguments, sentence, capsys):
         (("--kv-bytes", "two"), "'two' is not a number"),
         (("--weight-bytes", 0), "'0' is not a number of bytes"),
         *(
-            (
-                ("--costs", costs),
-                f"'{costs}' is not a JSON object of numbers above 0 named memory_efficiency,",
-            )
-            for costs in (
-                "0.5",
-                "{",
-                '{"speed": 1}',
-                '{"memory_efficiency": 0}',
-                '{"memory_efficiency": "1"}',
-            )
+            (("--costs", costs), f"'{costs}' is not a JSON object of numbers above 0 named")
+            for costs in ("{", '{"speed": 1}', '{"memory_efficiency": 0}', '{"memory_efficiency": "1"}')
         ),
     ],
 )
@@ -197,11 +177,6 @@ def test_a_missing_package_is_named(missing, arguments, monkeypatch, tmp_path, c
     )
 
 
-def test_simulate_is_refused(capsys):
-    assert main(["simulate", "--rate", "1"]) == 2
-    assert "measure a load with 'vllm bench serve'" in capsys.readouterr().err
-
-
 def test_needs_neither_vllm_nor_torch():
     code = (
         "import sys; from vllm_magicdec.planner.console import main; "
@@ -212,10 +187,3 @@ def test_needs_neither_vllm_nor_torch():
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
     )
     assert result.returncode == 0, result.stderr
-
-
-def test_module_is_the_command():
-    command = [sys.executable, "-m", "vllm_magicdec", "plan", "--model", "qwen3-8", "--gpu", "H200"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert result.returncode == 2
-    assert result.stderr.startswith("error: there is no model 'qwen3-8'; did you mean 'qwen3-8b'?")

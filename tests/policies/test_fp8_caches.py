@@ -32,15 +32,15 @@ def positions_chosen(
             observer(layer, queries[layer].flatten(0, 1), rows, softmax)
 
     engine = make_engine(
-        page_size=PAGE,
-        model_len=MODEL_LEN,
-        num_steps=NUM_STEPS,
+        PAGE,
+        MODEL_LEN,
+        NUM_STEPS,
+        NUM_BLOCKS,
+        len(CONTEXT_LENS),
         num_layers=NUM_LAYERS,
         num_kv_heads=NUM_KV_HEADS,
         group=GROUP,
         head_size=HEAD_SIZE,
-        num_blocks=NUM_BLOCKS,
-        max_num_reqs=len(CONTEXT_LENS),
         observe=observe,
         switch_attention=lambda recorder=None, *, layer_pages=False: recorders.append(recorder) or (),
     )

@@ -28,10 +28,7 @@ COPIES = (
     "__setitem__",
 )  # by a list of places, which CUDA copies to the device and waits for
 
-DEVICES = [
-    pytest.param("cpu"),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
+DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @contextmanager
@@ -101,14 +98,14 @@ def make_rounds(policy: str, granularity: str | None, device: torch.device) -> C
     """What prepares a round of a policy."""
     target = Target(device)
     engine: Engine = make_engine(
-        page_size=PAGE,
-        model_len=MODEL_LEN,
-        num_steps=NUM_STEPS,
+        PAGE,
+        MODEL_LEN,
+        NUM_STEPS,
+        NUM_BLOCKS,
+        NUM_REQS,
         num_layers=NUM_LAYERS,
         num_kv_heads=NUM_KV_HEADS,
         head_size=HEAD_SIZE,
-        num_blocks=NUM_BLOCKS,
-        max_num_reqs=NUM_REQS,
         device=device,
         observe=target.observe,
         switch_attention=target.switch_attention,
@@ -128,12 +125,7 @@ def make_rounds(policy: str, granularity: str | None, device: torch.device) -> C
     return prepare
 
 
-POLICIES = [
-    ("streamingllm", None),
-    ("snapkv", "page"),
-    ("snapkv", "token"),
-    ("verify-topk", "page"),
-]
+POLICIES = [("streamingllm", None), ("snapkv", "page"), ("snapkv", "token"), ("verify-topk", "page")]
 
 
 def make_decoding_batch(device: torch.device) -> Batch:

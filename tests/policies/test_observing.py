@@ -60,15 +60,7 @@ def test_prompts_shorter_than_the_window_are_not_observed():
     """Also where the budget holds the whole model, so that nothing is left to select."""
     observed = []
     engine = make_engine(
-        page_size=128,
-        model_len=256,
-        num_steps=4,
-        num_layers=1,
-        num_kv_heads=1,
-        head_size=8,
-        num_blocks=2,
-        max_num_reqs=1,
-        observe=lambda indices, window, observer: observed.append(indices),
+        128, 256, 4, 2, 1, observe=lambda indices, window, observer: observed.append(indices)
     )
     fields = fields_of()
     views = SnapKV.make_views(fields, engine, SnapKV.parse_budget(fields, engine.limits, 256))
@@ -92,14 +84,13 @@ def test_a_backend_that_splits_pages_changes_no_selection(granularity):
     def choose(cache: torch.Tensor) -> torch.Tensor:
         rows = KVRows.of(cache, "FLASHINFER")
         engine = make_engine(
-            page_size=page,
-            model_len=1024,
-            num_steps=4,
-            num_layers=1,
+            page,
+            1024,
+            4,
+            20,
+            1,
             num_kv_heads=num_kv_heads,
             head_size=head_size,
-            num_blocks=20,
-            max_num_reqs=1,
             observe=lambda indices, window, observer: observer(0, queries, rows, Softmax(1.0)),
         )
         fields = fields_of(draft_kv_granularity=granularity)
@@ -145,14 +136,14 @@ def test_on_a_cpu_recorded_queries_are_not_recomputed(chunk, is_recorded):
                 observer(layer, own, rows[layer], Softmax(1.0))
 
         engine = make_engine(
-            page_size=page,
-            model_len=1600,
-            num_steps=4,
+            page,
+            1600,
+            4,
+            80,
+            3,
             num_layers=num_layers,
             num_kv_heads=num_kv_heads,
             head_size=head_size,
-            num_blocks=80,
-            max_num_reqs=3,
             observe=observe,
             switch_attention=lambda recorder=None, *, layer_pages=False: recorders.append(recorder) or (),
         )

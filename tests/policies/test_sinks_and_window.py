@@ -17,16 +17,7 @@ PAGE, MODEL_LEN, LAYERS, HEADS = 4, 60, 2, 3
 @pytest.mark.parametrize("num_steps", [1, 4, 9])
 def test_a_step_sees_the_sinks_and_the_latest_tokens_its_own_among_them(sinks, window, num_steps):
     rng = random.Random(sinks * 100 + window)
-    engine = make_engine(
-        page_size=PAGE,
-        model_len=MODEL_LEN,
-        num_steps=num_steps,
-        num_layers=LAYERS,
-        num_kv_heads=HEADS,
-        head_size=8,
-        num_blocks=100,
-        max_num_reqs=8,
-    )
+    engine = make_engine(PAGE, MODEL_LEN, num_steps, 100, 8, num_layers=LAYERS, num_kv_heads=HEADS)
     fields = SimpleNamespace(draft_kv_sink=sinks)
     budget = SinksAndWindow.parse_budget(fields, engine.limits, sinks + window)
     views = SinksAndWindow.make_views(fields, engine, budget)

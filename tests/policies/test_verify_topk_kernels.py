@@ -17,7 +17,6 @@ from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.policies import verify_topk
 
 NUM_LAYERS = 2
-PAGE_SIZE, BF16 = 16, torch.bfloat16  # of the model whose bytes are counted
 SHARED_BYTES = 99 * 2**10  # of a program, on GPUs of the consumer line
 KERNELS = ("summarise", "score_pages")
 
@@ -83,10 +82,7 @@ def check(
     num_verified = lens.unsqueeze(1) - torch.arange(num_pages) * page_size
     is_seen = num_verified > 0
     verify_topk_kernels.summarise(
-        table,
-        summaries,
-        block_table[is_seen].long().to(device),
-        num_verified[is_seen].to(device),
+        table, summaries, block_table[is_seen].long().to(device), num_verified[is_seen].to(device)
     )
     # A byte per logit, in whole splits.
     pair_bytes = num_kv_heads * num_queries * group * (num_pages + verify_topk_kernels.MAX_SPLIT_PAGES)
@@ -219,14 +215,7 @@ def main() -> None:
     # The policy's own tests, by the kernels.
     from vllm_magicdec.policies import verify_topk_kernels
 
-    calls = []
-    for name in KERNELS:
-        kernel = getattr(verify_topk_kernels, name)
-        setattr(
-            verify_topk_kernels,
-            name,
-            lambda *args, name=name, kernel=kernel, **kwargs: calls.append(name) or kernel(*args, **kwargs),
-        )
+    calls = triton_tools.noted_calls(verify_topk_kernels, KERNELS)
     verify_topk.has_kernels = lambda device: True
     verify_topk_kernels.SCRATCH_BYTES = 128 * 2**20
     test_verify_topk.test_summaries_bound_every_logit_and_follow_a_page_to_its_next_owner()

@@ -46,13 +46,7 @@ console = Console(highlight=False, width=150)
 
 
 def run_traffic(minutes: float, rate: float, seed: int = 0) -> dict[str, Any]:
-    """Run one server under traffic, bad input and faults.
-
-    Args:
-        minutes: Duration of the traffic.
-        rate: Maximum of requests per second.
-        seed: Seed of the requests.
-    """
+    """Run one server under traffic, bad input and faults, with at most `rate` requests per second."""
     requests = make_requests(max(60, round(REQUESTS_PER_MINUTE * minutes)), seed)
     num_greedy = sum(request.is_greedy for request in requests)
     say(f"plain decoding answers {num_greedy} requests ...")

@@ -42,14 +42,9 @@ class Window:
 
 
 class Faults:
-    """Switches faults on and off.
+    """Switches faults on and off: in `file`, from which the server reads them.
 
-    Args:
-        file: File from which the server reads the fault.
-        log: The server's log, which reports the first time a fault happens.
-        metrics: Reads the server's metrics; may block.
-        now_s: Returns the seconds since the run began.
-        minutes: Duration of the run; it is exceeded if a fault is slow to happen.
+    Its log reports the first time a fault happens. The run takes longer if a fault is slow to happen.
     """
 
     def __init__(

@@ -94,7 +94,7 @@ def checks_of_traffic(record: Mapping[str, Any]) -> list[Check]:
     own = own_drafts(samples, windows)
     happened = {window["name"] for window in windows if window["happened"]}
     sent_bad = {type_ for type_, _ in record["bad_input"]}
-    improper = {f"{one}: {got}" for one, got in record["bad_input"] if not bad_input.is_proper(one, got)}
+    improper = {f"{one}: {got}" for one, got in record["bad_input"] if not bad_input.is_proper(got)}
     fds = max(number - first["num_fds"].get(role, number) for role, number in last["num_fds"].items())
     least = round(MIN_SHARE_SENT * record["rate"] * 60 * minutes)
     return [

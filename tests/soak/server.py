@@ -46,12 +46,7 @@ GAUGES = {
 }
 SHARED_MEMORY = "/dev/shm/"
 # Plain vLLM leaves these in its folder for temporary files: sockets, the ranks' rendezvous, caches.
-LEFT_BY_VLLM = (
-    "????????-????-????-????-????????????",
-    "vllm_dist_*",
-    "torchinductor_*",
-    ".libxsmm.*",
-)
+LEFT_BY_VLLM = ("????????-????-????-????-????????????", "vllm_dist_*", "torchinductor_*", ".libxsmm.*")
 
 
 def speculation(**fields: Any) -> list[str]:
@@ -62,12 +57,7 @@ def speculation(**fields: Any) -> list[str]:
 
 @contextmanager
 def serve_tiny(*options: str, fault: Path | None = None) -> Iterator[tuple[Server, "Footprint"]]:
-    """Start a server with its own folder for temporary files, and yield it when it is healthy.
-
-    Args:
-        options: Options of `vllm serve`.
-        fault: Value of `engines.FAULT`, a file.
-    """
+    """Start a server with its own folder for temporary files, and yield it when it is healthy."""
     with tempfile.TemporaryDirectory(prefix="soak-server-") as folder:
         variables = {**ENVIRONMENT, "TMPDIR": folder, **({engines.FAULT: str(fault)} if fault else {})}
         environment = engines.environment(**variables)
@@ -153,13 +143,9 @@ def lasting_processes(server: Server) -> dict[str, psutil.Process]:
 
 
 class Watch:
-    """Takes samples of a server's memory, file descriptors and gauges.
+    """Takes samples of a server's memory, file descriptors and gauges, and updates its footprint.
 
-    Args:
-        server: The server.
-        footprint: Its footprint, which is updated at each sample.
-        count: Returns the number of requests that have ended.
-        now_s: Returns the seconds since the run began.
+    `count` returns the number of requests that have ended.
     """
 
     def __init__(

@@ -36,9 +36,8 @@ def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 def test_loss_by_hand():
     draft = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]).log()
-    target = (
-        torch.tensor([[0.25, 0.5, 0.25], [0.2, 0.2, 0.6]]).log() + 7
-    )  # logits are known up to a constant
+    # Logits are known up to a constant.
+    target = torch.tensor([[0.25, 0.5, 0.25], [0.2, 0.2, 0.6]]).log() + 7
     divergences = [0.25 * np.log(0.5) + 0.5 * np.log(2), 0.4 * np.log(2) + 0.6 * np.log(0.75)]
     acceptances = [0.25 + 0.25 + 0.25, 0.1 + 0.1 + 0.6]
     for omega in (0.0, 0.3, 1.0):
@@ -75,9 +74,8 @@ def test_a_resumed_training_is_the_uninterrupted_one(folder, tmp_path):
     assert first + [resumed.train_step() for _ in range(3)] == figures
     for name, weight in weights_of(resumed).items():
         assert torch.equal(weight, weights_of(whole)[name]), name
-    assert [{**each, "minutes": 0} for each in resumed.log] == [
-        {**each, "minutes": 0} for each in whole.log
-    ]
+    logs = [[{**each, "minutes": 0} for each in trainer.log] for trainer in (resumed, whole)]
+    assert logs[0] == logs[1]
 
 
 def test_a_checkpoint_of_other_options_is_refused(folder, tmp_path):

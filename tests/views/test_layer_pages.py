@@ -2,15 +2,13 @@
 """Page views of every layer's own against a naive reference: which tokens a step sees, by which pages."""
 
 import torch
-from batches import NoSelector, make_batch, steps_of_view
+from batches import NoSelector, make_batch, make_selections, make_slots, steps_of_view
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import slot_of
 
 from vllm_magicdec.views.layer_pages import LayerPageViews
 from vllm_magicdec.views.pages import PageBudget
-from vllm_magicdec.views.selections import Selections
-from vllm_magicdec.views.slots import DraftSlots
 
 CPU = torch.device("cpu")
 NUM_LAYERS, PAGE = 2, 4
@@ -53,13 +51,7 @@ def test_every_step_sees_selected_sink_and_recent_pages(case, seed):
     block_table = torch.randperm(num_reqs * max_blocks, generator=generator)
     block_table = block_table.view(num_reqs, max_blocks).to(torch.int32)
     req_ids = [f"request {i}" for i in range(num_reqs)]
-    selections = Selections(
-        num_layers=NUM_LAYERS,
-        num_heads=1,
-        max_num_reqs=num_reqs + 1,
-        max_selected=budget.max_selected,
-        device=CPU,
-    )
+    selections = make_selections(NUM_LAYERS, 1, num_reqs + 1, budget.max_selected)
     selections.begin_round(req_ids)
     selected, ends = {}, []
     for index, (req_id, (_, selected_at)) in enumerate(zip(req_ids, requests, strict=True)):
@@ -73,13 +65,7 @@ def test_every_step_sees_selected_sink_and_recent_pages(case, seed):
         selections.set([req_id], [selected_at], torch.tensor([count]), torch.tensor([end]))
         ends.append(end)
 
-    slots = DraftSlots(
-        page_size=PAGE,
-        max_num_reqs=num_reqs + 1,
-        max_num_steps=num_steps,
-        max_model_len=model_len,
-        device=CPU,
-    )
+    slots = make_slots(PAGE, num_reqs + 1, num_steps, model_len)
     views = LayerPageViews(selections, NoSelector(), budget, slots)
     context_lens = [context_len for context_len, _ in requests]
     batch = make_batch(req_ids, block_table, context_lens)
@@ -101,11 +87,7 @@ def test_every_step_sees_selected_sink_and_recent_pages(case, seed):
                     assert {slot // PAGE for slot in seen} <= set(own)
                     continue
                 expected = pages_in_view(
-                    budget,
-                    selected[index, layer],
-                    ends[index],
-                    last // PAGE + 1,
-                    allowed[index],
+                    budget, selected[index, layer], ends[index], last // PAGE + 1, allowed[index]
                 )
                 assert len(expected) <= budget.max_entries
                 visible = {

@@ -3,14 +3,13 @@
 
 import pytest
 import torch
-from batches import make_batch, steps_of_view
+from batches import make_batch, make_slots, steps_of_view
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from reference import budget_in_pages, slot_of, visible_positions
 
 from vllm_magicdec.policies.streamingllm import StreamingLLM
 from vllm_magicdec.views.pages import PageBudget, PageViews
-from vllm_magicdec.views.slots import DraftSlots
 from vllm_magicdec.views.tensors import PAD_SLOT
 
 CPU = torch.device("cpu")
@@ -46,8 +45,7 @@ def make_budget(*, page_size, model_len, num_steps, sink, budget, min_budget=256
 
 
 def make_views(budget, max_num_reqs, num_steps, model_len):
-    geometry = dict(page_size=budget.unit, max_num_reqs=max_num_reqs, max_num_steps=num_steps)
-    slots = DraftSlots(**geometry, max_model_len=model_len, device=CPU)
+    slots = make_slots(budget.unit, max_num_reqs, num_steps, model_len)
     return PageViews(StreamingLLM(None, budget, CPU), slots)
 
 

@@ -10,15 +10,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from batches import NoSelector, make_batch, steps_of_view
+from batches import NoSelector, make_batch, make_selections, make_slots, steps_of_view
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import selection_in_view, slot_of, token_positions
 
 from vllm_magicdec.views import tokens
 from vllm_magicdec.views.round import Batch, Queries
-from vllm_magicdec.views.selections import RequestRows, Selections
-from vllm_magicdec.views.slots import DraftSlots
+from vllm_magicdec.views.selections import RequestRows
 from vllm_magicdec.views.tensors import PAD_SLOT
 from vllm_magicdec.views.token_round import TokenRound
 from vllm_magicdec.views.tokens import TokenBudget, TokenViews
@@ -62,14 +61,7 @@ def test_every_step_sees_selection_sinks_and_recent_tokens_also_in_a_pass(case, 
     blocks = torch.randperm(num_reqs * max_blocks, generator=generator)
     block_table = blocks.view(num_reqs, max_blocks).to(torch.int32)
     req_ids = [f"request {i}" for i in range(num_reqs)]
-    geometry = dict(page_size=page_size, max_num_reqs=num_reqs + 1, max_num_steps=num_steps)
-    selections = Selections(
-        num_layers=NUM_LAYERS,
-        num_heads=NUM_KV_HEADS,
-        max_num_reqs=num_reqs + 1,
-        max_selected=budget.max_selected,
-        device=CPU,
-    )
+    selections = make_selections(NUM_LAYERS, NUM_KV_HEADS, num_reqs + 1, budget.max_selected)
     selections.begin_round(req_ids)
     chosen = {}
     for index, (req_id, (_, selected_at)) in enumerate(zip(req_ids, requests, strict=True)):
@@ -84,7 +76,7 @@ def test_every_step_sees_selection_sinks_and_recent_tokens_also_in_a_pass(case, 
                 chosen[index, layer, head] = order.tolist()
         selections.set([req_id], [selected_at], torch.tensor([count]), torch.tensor([end]))
 
-    slots = DraftSlots(**geometry, max_model_len=model_len, device=CPU)
+    slots = make_slots(page_size, num_reqs + 1, num_steps, model_len)
     views = TokenViews(selections, NoSelector(), budget, slots)
     batch = make_batch(req_ids, block_table, [context_len for context_len, _ in requests])
     steps = views.prepare(batch, num_steps)
@@ -142,26 +134,6 @@ def passes_within(draw, model_len: int, num_steps: int, requests: list[tuple[int
     return Queries(np.array(running), np.array(firsts), np.array(lens)) if running else None
 
 
-def test_selected_tokens_of_one_block_are_adjacent_in_a_list():
-    page_size, model_len, chosen = 32, 512, 40
-    budget = TokenBudget(1, 4, 4 + 8 + chosen, 4 + 8 + chosen, num_recent=8)
-    selections = Selections(
-        num_layers=NUM_LAYERS, num_heads=NUM_KV_HEADS, max_num_reqs=1, max_selected=chosen, device=CPU
-    )
-    selections.begin_round(["a"])
-    best_first = torch.randperm(400)[:chosen] + 4
-    selections.positions[0] = best_first.to(torch.int32)
-    selections.set(["a"], [480], torch.tensor([chosen]), torch.tensor([404]))
-    slots = DraftSlots(
-        page_size=page_size, max_num_reqs=1, max_num_steps=1, max_model_len=model_len, device=CPU
-    )
-    block_table = torch.randperm(model_len // page_size).view(1, -1).to(torch.int32)
-    views = TokenViews(selections, NoSelector(), budget, slots)
-    step = views.prepare(make_batch(["a"], block_table, [480]), 1).step(0)
-    of_list = step.view.slots[0, 0, 0, :chosen] // page_size
-    assert len(of_list.unique_consecutive()) == len((best_first // page_size).unique())
-
-
 CHANGES = ("nothing", "tokens", "pages", "selection", "requests", "order", "shorter")
 
 
@@ -171,17 +143,10 @@ def test_cached_lists_equal_new_ones(changes, seed):
     """Whatever changes from round to round; in between, steps write their own slots into the lists."""
     rng = random.Random(seed)
     page_size, model_len, num_steps, max_reqs, chosen = 16, 256, 3, 4, 28
-    selections = Selections(
-        num_layers=NUM_LAYERS,
-        num_heads=NUM_KV_HEADS,
-        max_num_reqs=max_reqs,
-        max_selected=chosen,
-        device=CPU,
-    )
-    geometry = dict(page_size=page_size, max_num_reqs=max_reqs, max_num_steps=num_steps)
+    selections = make_selections(NUM_LAYERS, NUM_KV_HEADS, max_reqs, chosen)
 
     def make_views() -> TokenViews:
-        slots = DraftSlots(**geometry, max_model_len=model_len, device=CPU)
+        slots = make_slots(page_size, max_reqs, num_steps, model_len)
         return TokenViews(selections, NoSelector(), TokenBudget(1, 2, 36, 36, num_recent=6), slots)
 
     def select(req_id: str) -> None:
@@ -234,13 +199,11 @@ def test_cached_lists_equal_new_ones(changes, seed):
 
 def test_lists_of_an_unchanged_batch_are_cached(monkeypatch):
     """The point of keeping them: nothing is sorted again until something changes."""
-    selections = Selections(
-        num_layers=NUM_LAYERS, num_heads=NUM_KV_HEADS, max_num_reqs=1, max_selected=8, device=CPU
-    )
+    selections = make_selections(NUM_LAYERS, NUM_KV_HEADS, 1, 8)
     selections.begin_round(["a"])
     selections.positions[0, ..., :8] = torch.arange(10, 18, dtype=torch.int32)
     selections.set(["a"], [100], torch.tensor([8]), torch.tensor([90]))
-    slots = DraftSlots(page_size=16, max_num_reqs=1, max_num_steps=2, max_model_len=256, device=CPU)
+    slots = make_slots(16, 1, 2, 256)
     views = TokenViews(selections, NoSelector(), TokenBudget(1, 2, 16, 16, num_recent=6), slots)
     table = torch.arange(16, dtype=torch.int32).unsqueeze(0)
     views.prepare(make_batch(["a"], table, [100]), 2)
@@ -284,11 +247,9 @@ def seen_in_a_pass(
 def test_a_common_length_is_the_length_of_every_view(num_missing):
     """Of what the host knows, all drafts of the last two rounds may have been rejected."""
     budget, num_steps = TokenBudget(1, 4, 64, 64, num_recent=16), 4
-    selections = Selections(
-        num_layers=1, num_heads=1, max_num_reqs=1, max_selected=budget.max_selected, device=CPU
-    )
+    selections = make_selections(1, 1, 1, budget.max_selected)
     selections.begin_round(["a"])
-    slots = DraftSlots(page_size=16, max_num_reqs=1, max_num_steps=num_steps, max_model_len=128, device=CPU)
+    slots = make_slots(16, 1, num_steps, 128)
     views = TokenViews(selections, NoSelector(), budget, slots, plans=())
     block_table = torch.arange(8, dtype=torch.int32).unsqueeze(0)
     batch = replace(make_batch(["a"], block_table, [64 - num_missing]), known_lens=[72 - num_missing])
@@ -298,21 +259,6 @@ def test_a_common_length_is_the_length_of_every_view(num_missing):
     assert [step.view.common_len for step in steps_of_view(views.prepare(full, num_steps), num_steps)] == [
         64
     ] * num_steps
-
-
-def test_index_memory_of_an_8b_model_is_small():
-    """32 layers, 8 KV heads, 64 requests, budget 512: below 300 MB."""
-    budget = TokenBudget.from_fields(
-        budget=512, min_budget=256, sink=16, window=32, num_speculative_tokens=4, max_model_len=131072
-    )
-    meta = torch.device("meta")
-    geometry = dict(page_size=16, max_num_reqs=64, max_num_steps=4)
-    selections = Selections(
-        num_layers=32, num_heads=8, max_num_reqs=64, max_selected=budget.max_selected, device=meta
-    )
-    slots = DraftSlots(**geometry, max_model_len=131072, device=meta)
-    memory = TokenViews(selections, NoSelector(), budget, slots).memory_bytes
-    assert sum(memory.values()) < 300e6
 
 
 def test_rows_of_finished_requests_are_reused():
@@ -337,12 +283,7 @@ def test_rows_of_finished_requests_are_reused():
 def test_errors_for_small_budgets_name_a_valid_one(budget, sentence):
     with pytest.raises(ValueError, match=sentence):
         TokenBudget.from_fields(
-            budget=budget,
-            min_budget=40,
-            sink=16,
-            window=32,
-            num_speculative_tokens=4,
-            max_model_len=4096,
+            budget=budget, min_budget=40, sink=16, window=32, num_speculative_tokens=4, max_model_len=4096
         )
 
 

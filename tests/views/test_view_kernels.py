@@ -18,43 +18,39 @@ def test_rounds_by_kernels_are_those_of_the_reference():
     triton_tools.run_interpreted(__file__)
 
 
-def fewer_examples(count: int, test: Callable[..., None], *strategies: st.SearchStrategy) -> None:
-    settings(max_examples=count, deadline=None)(given(*strategies)(test.hypothesis.inner_test))()
+def rerun(test: Callable[..., None], *strategies: st.SearchStrategy) -> None:
+    """With fewer examples."""
+    settings(max_examples=40, deadline=None)(given(*strategies)(test.hypothesis.inner_test))()
 
 
 def main() -> None:
     from vllm_magicdec.views import kernels
 
-    calls = []
     names = ("write_page_round", "write_layer_page_round", "write_token_round")
-    for name in names:
-        kernel = getattr(kernels, name)
-        setattr(
-            kernels,
-            name,
-            lambda *args, name=name, kernel=kernel, **kwargs: calls.append(name) or kernel(*args, **kwargs),
-        )
+    calls = triton_tools.noted_calls(kernels, names)
     for module in (pages, tokens, layer_pages):
         module.has_kernels = lambda device: True
-    fewer_examples(
-        40,
-        test_pages.test_every_step_sees_sinks_and_window_and_writes_to_its_own_slot,
-        test_pages.rounds(),
-    )
-    fewer_examples(
-        40,
+    seeds, of_tokens = st.integers(0, 2**31), test_tokens.rounds()
+    rerun(test_pages.test_every_step_sees_sinks_and_window_and_writes_to_its_own_slot, test_pages.rounds())
+    rerun(
         test_tokens.test_every_step_sees_selection_sinks_and_recent_tokens_also_in_a_pass,
-        test_tokens.rounds(),
-        st.integers(0, 2**31),
-        st.data(),
+        *(of_tokens, seeds, st.data()),
     )
-    fewer_examples(
-        40,
+    rerun(
         test_layer_pages.test_every_step_sees_selected_sink_and_recent_pages,
-        test_layer_pages.rounds(),
-        st.integers(0, 2**31),
+        *(test_layer_pages.rounds(), seeds),
     )
     assert set(calls) == set(names)
+
+
+POINTERS = {
+    "context_lens": "*i64",
+    "block_table": "*i32",
+    "positions": "*i64",
+    "slots": "*i64",
+    "lens": "*i32",
+}
+OF_SELECTIONS = {"rows": "*i64", "selected": "*i32", "num_selected": "*i64", "ends": "*i64"}
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
@@ -63,51 +59,17 @@ def main() -> None:
     [
         (
             "_page_round_kernel",
-            dict(
-                context_lens="*i64",
-                block_table="*i32",
-                num_pages="*i64",
-                positions="*i64",
-                slots="*i64",
-                lens="*i32",
-                view_table="*i32",
-            ),
+            dict(num_pages="*i64", view_table="*i32"),
             dict(PAGE_SIZE=16, STEPS_PADDED=8, PAGES_PADDED=64),
         ),
         (
             "_layer_page_round_kernel",
-            dict(
-                context_lens="*i64",
-                block_table="*i32",
-                rows="*i64",
-                selected="*i32",
-                num_selected="*i64",
-                ends="*i64",
-                pages="*i64",
-                positions="*i64",
-                slots="*i64",
-                lens="*i32",
-                view_tables="*i32",
-            ),
+            dict(OF_SELECTIONS, pages="*i64", view_tables="*i32"),
             dict(PAGE_SIZE=16, STEPS_PADDED=8, PAGES_PADDED=64),
         ),
         (
             "_token_round_kernel",
-            dict(
-                context_lens="*i64",
-                block_table="*i32",
-                rows="*i64",
-                selected="*i32",
-                num_selected="*i64",
-                ends="*i64",
-                tokens="*i64",
-                positions="*i64",
-                slots="*i64",
-                lens="*i32",
-                query_columns="*i64",
-                query_slots="*i32",
-                view_slots="*i32",
-            ),
+            dict(OF_SELECTIONS, tokens="*i64", query_columns="*i64", query_slots="*i32", view_slots="*i32"),
             dict(NUM_KV_HEADS=8, PAGE_SIZE=16, STEPS_PADDED=8, BLOCK=128),
         ),
     ],
@@ -116,7 +78,7 @@ def test_round_kernels_compile_for_hopper_without_one(kernel, pointers, constant
     pytest.importorskip("triton")
     from vllm_magicdec.views import kernels
 
-    triton_tools.check_compiles_for_hopper(getattr(kernels, kernel), pointers, constants)
+    triton_tools.check_compiles_for_hopper(getattr(kernels, kernel), {**POINTERS, **pointers}, constants)
 
 
 @pytest.mark.parametrize("view", ["page", "layer_page", "token"])

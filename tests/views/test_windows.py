@@ -2,11 +2,10 @@
 """Views of layers that do not see the whole context, against a slow reading of what each query sees."""
 
 import torch
-from batches import make_batch, steps_of_view
+from batches import make_batch, make_slots, steps_of_view
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_magicdec.views.slots import DraftSlots
 from vllm_magicdec.views.tensors import PAD_SLOT
 from vllm_magicdec.views.windows import LocalChunk, SlidingWindow, make_reached_views
 
@@ -46,13 +45,7 @@ def test_a_view_has_the_reached_pages_and_no_freed_one(drawn):
     for row, context_len in zip(table, context_lens, strict=True):
         # vLLM has freed these: the first query of the round does not see them.
         row[: first_seen(reach, context_len) // page] = -1
-    slots = DraftSlots(
-        page_size=page,
-        max_num_reqs=num_reqs + 1,
-        max_num_steps=case["max_num_steps"],
-        max_model_len=model_len,
-        device=CPU,
-    )
+    slots = make_slots(page, num_reqs + 1, case["max_num_steps"], model_len)
     views = make_reached_views(reach, max_tokens=max_tokens, draft_slots=slots, device=CPU)
     batch = make_batch([str(i) for i in range(num_reqs)], table, context_lens)
     steps = steps_of_view(views.prepare(batch, num_steps), num_steps)

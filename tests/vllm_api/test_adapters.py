@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from vllm_magicdec.vllm_api.adapters import Adapters, pass_adapters
+from vllm_magicdec.vllm_api.adapters import Adapters
 
 
 class Manager:
@@ -57,28 +57,3 @@ def test_a_graph_is_captured_with_its_number_of_adapters(adapters, manager, num_
     adapters.apply_dummies(num_active, num_reqs)
     assert manager.mappings == [(ids, ids)]
     assert manager.active == list(range(1, min(num_active, 2) + 1))
-
-
-def test_every_logit_of_a_verification_has_its_requests_adapter():
-    from vllm.lora.request import LoRARequest
-    from vllm.v1.worker.gpu.lora_utils import LoraState
-
-    state = LoraState(max_num_reqs=4)
-    request = LoRARequest("one", 5, "/nowhere")
-    state.add_request("a", 2, request)
-    state.add_request("b", 0, None)
-    taken = []
-    runner = SimpleNamespace(
-        lora_state=state, speculator=SimpleNamespace(take_adapters=lambda ids: taken.append(ids.tolist()))
-    )
-    for scheduled in ([4, 1], [1, 3]):
-        batch = SimpleNamespace(
-            idx_mapping_np=np.array([2, 0]), cu_num_logits_np=np.concatenate([[0], np.cumsum(scheduled)])
-        )
-        pass_adapters(runner, batch)
-        logits, tokens, requests = state.make_lora_inputs(
-            ["a", "b"], batch.idx_mapping_np, np.array(scheduled)
-        )
-        assert logits == tokens == (5,) * scheduled[0] + (0,) * scheduled[1]
-        assert requests == {request}
-    assert taken == [[5, 0], [5, 0]]

@@ -18,59 +18,36 @@ from vllm_magicdec.vllm_api import hooks
 
 register()
 
-OTHER = '''
+OTHER = """
 import contextlib
 import functools
 import sys
 
-class Other:
-    """Counts what passes through it."""
-    seen = []
+seen = []
 
-    @staticmethod
-    def wrap_init():
-        from vllm.config import SpeculativeConfig
-        own = SpeculativeConfig.__init__
-        @functools.wraps(own)
-        def __init__(self, *args, **kwargs):
-            Other.seen.append("init")
-            own(self, *args, **kwargs)
-        SpeculativeConfig.__init__ = __init__
-
-    @staticmethod
-    def wrap_new():
-        from vllm.config import SpeculativeConfig
-        own = SpeculativeConfig.__new__
-        def __new__(cls, *args, **kwargs):
-            Other.seen.append("new")
-            return object.__new__(cls) if own is object.__new__ else own(cls, *args, **kwargs)
-        SpeculativeConfig.__new__ = __new__
-
-    @staticmethod
-    def replace_class():
-        import vllm.config, vllm.config.speculative, vllm.engine.arg_utils
-        from vllm.config import SpeculativeConfig
-        class Theirs(SpeculativeConfig):
-            def __init__(self, *args, **kwargs):
-                Other.seen.append("theirs")
-                super().__init__(*args, **kwargs)
-        for module in (vllm.config, vllm.config.speculative, vllm.engine.arg_utils):
-            module.SpeculativeConfig = Theirs
-
-    @staticmethod
-    def wrap_speculator():
-        from vllm.v1.worker.gpu import model_runner
-        own = model_runner.init_speculator
-        def init_speculator(*args, **kwargs):
-            Other.seen.append("speculator")
-            return own(*args, **kwargs)
-        model_runner.init_speculator = init_speculator
-
-from vllm_magicdec.plugin import try_to_register
+def wrap(owner, name, note):
+    own = getattr(owner, name)
+    @functools.wraps(own)
+    def wrapper(*args, **kwargs):
+        seen.append(note)
+        return object.__new__(args[0]) if own is object.__new__ else own(*args, **kwargs)
+    setattr(owner, name, wrapper)
 
 def change():
-    for action in (Other.wrap_init, Other.wrap_new, Other.replace_class, Other.wrap_speculator):
-        action()
+    import vllm.config, vllm.config.speculative, vllm.engine.arg_utils
+    from vllm.config import SpeculativeConfig
+    from vllm.v1.worker.gpu import model_runner
+    wrap(SpeculativeConfig, "__init__", "init")
+    wrap(SpeculativeConfig, "__new__", "new")
+    class Theirs(SpeculativeConfig):
+        def __init__(self, *args, **kwargs):
+            seen.append("theirs")
+            super().__init__(*args, **kwargs)
+    for module in (vllm.config, vllm.config.speculative, vllm.engine.arg_utils):
+        module.SpeculativeConfig = Theirs
+    wrap(model_runner, "init_speculator", "speculator")
+
+from vllm_magicdec.plugin import try_to_register
 
 steps = [change, lambda: print("reason", try_to_register())]
 for step in steps if sys.argv[1] == "first" else steps[::-1]:
@@ -90,12 +67,12 @@ draft_models.make_speculator = lambda *args: "our speculator"
 speculator = model_runner.init_speculator(ours, torch.device("cpu"), None)
 print(type(ours.speculative_config).__name__, speculator)
 
-Other.seen.clear()
+seen.clear()
 ngram = configure(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3)
 with contextlib.suppress(Exception):
     model_runner.init_speculator(ngram, torch.device("cpu"), None)
-print(type(ngram.speculative_config).__name__, sorted(set(Other.seen)))
-'''
+print(type(ngram.speculative_config).__name__, sorted(set(seen)))
+"""
 
 
 @pytest.mark.parametrize("order", ["first", "second"])

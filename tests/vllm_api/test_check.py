@@ -63,10 +63,9 @@ def test_failing_import_is_named(report, monkeypatch):
             raise ImportError("it was moved")
         return SimpleNamespace()
 
-    with monkeypatch.context() as patch:
-        patch.setattr(check, "import_module", import_all_but_one)
-        with pytest.raises(check.CheckError, match=r"runner_v2 cannot be imported \(it was moved\)"):
-            check.find_modules()
+    monkeypatch.setattr(check, "import_module", import_all_but_one)
+    with pytest.raises(check.CheckError, match=r"runner_v2 cannot be imported \(it was moved\)"):
+        check.find_modules()
 
 
 def test_plugin_that_vllm_does_not_load_is_a_problem(report, monkeypatch):
@@ -91,16 +90,6 @@ def test_cuda_checks_gpu_libraries(report, monkeypatch):
     monkeypatch.setattr(check.shutil, "which", lambda name: None)
     status, lines = report()
     assert status == 1
-    assert list(lines) == [
-        "vLLM",
-        "plugin",
-        "hooks",
-        "modules",
-        "runner",
-        "CUDA",
-        "Triton",
-        "FlashInfer",
-        "ninja",
-    ]
+    assert list(lines) == "vLLM plugin hooks modules runner CUDA Triton FlashInfer ninja".split()
     assert "is built without CUDA; type" in lines["CUDA"][1]
     assert lines["ninja"][1].startswith("not on the PATH, so FlashInfer cannot compile; type export PATH=")

@@ -2,21 +2,14 @@
 """A worker's counts reach the front end exactly once, through every transport."""
 
 import gc
-import os
 import pickle
-import sys
 import weakref
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import engines
-import numpy as np
 import pytest
-import torch
 from prometheus_client import REGISTRY
 from vllm.engine.arg_utils import EngineArgs
-from vllm.ray.ray_env import get_env_vars_to_copy
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.metrics.stats import SchedulerStats
@@ -24,7 +17,6 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, M
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_magicdec.adaptive.controller import Forecast
-from vllm_magicdec.adaptive.draft_plan import DraftPlan
 from vllm_magicdec.adaptive.metrics import (
     Changes,
     Counts,
@@ -160,16 +152,6 @@ def test_a_late_output_is_freed():
         gc.enable()
 
 
-def test_numpy_scalars_are_serialised(front_end):
-    scheduler, counts = SimpleNamespace(), Counts()
-    counts.add("lookup_tokens", np.int64(3))
-    counts.set("draft_share", np.float64(0.5))
-    stats = through_the_core(scheduler, send(counts, step_output()), SchedulerStats())
-    front_end.record(stats, None, engine_idx=0)
-    assert shown("lookup_tokens_total", 0) == 3
-    assert shown("draft_share", 0) == 0.5
-
-
 @pytest.mark.parametrize("changes", [Changes({"of_another_version": 1}, {}), Changes({}, {"unknown": 1})])
 def test_unknown_counts_fail_only_in_strict_mode(front_end, changes, monkeypatch):
     stats = SchedulerStats()
@@ -229,56 +211,3 @@ def test_metrics_are_recorded_in_ray(config, monkeypatch):
     ]
     assert "vllm_num_requests_running" in [name for name, _, _ in recorded], "beside vLLM's own"
     assert shown("draft_failures_total", 1) == before, "and Prometheus does not count them too"
-
-
-@pytest.fixture(scope="module")
-def ray():
-    if find_spec("ray") is None:
-        pytest.skip("Ray is not installed: pip install 'vllm-magicdec[ray]'")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    import ray
-
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors do not find this file
-    store = 100 * 2**20  # bytes
-    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=store, log_to_driver=False)
-    yield ray
-    ray.shutdown()
-
-
-@pytest.mark.extended
-def test_serialisation_under_ray(ray, config, monkeypatch):
-    """Configuration, plans and counts, between this process and an actor as the worker."""
-
-    class Worker:
-        def __init__(self, config):
-            spec = config.speculative_config
-            self.known = type(spec).__name__, spec.draft_kv_budget, spec.lengths, spec.draft_kv_policy
-            self.counts = Counts()
-
-        def step(self, scheduled):
-            plan = scheduled.num_spec_tokens_to_schedule
-            failures = DraftFailures(self.counts)
-            self.counts.count_failure("selection")
-            failures.count(draft_failures=1)
-            output = send(self.counts, step_output())
-            thresholds = plan.min_acceptance, plan.min_gain, plan.min_expected_accepted
-            return output, (int(plan), plan.lookups_alone, *thresholds)
-
-        def ask(self):
-            return self.known
-
-    worker = ray.remote(Worker).options(num_cpus=1).remote(config)
-    spec = config.speculative_config
-    known = ray.get(worker.ask.remote())
-    assert known == ("EngineSpeculativeConfig", 512, spec.lengths, "streamingllm")
-    scheduled = SchedulerOutput.make_empty()
-    scheduled.num_spec_tokens_to_schedule = DraftPlan(3, 0.1, 0.2, 4.0, lookups_alone=True)
-    scheduler = SimpleNamespace()
-    for _ in range(2):
-        output, plan = ray.get(worker.step.remote(scheduled))
-        assert plan == (3, True, 0.1, 0.2, 4.0)
-        pass_on(scheduler, output, [])
-    assert counts_of(scheduler).take().added == {"draft_failures": 2, "failures:selection": 2}
-    monkeypatch.setenv("VLLM_MAGICDEC_STRICT", "1")
-    assert "VLLM_MAGICDEC_STRICT" in get_env_vars_to_copy()
-    assert not torch.cuda.is_initialized()

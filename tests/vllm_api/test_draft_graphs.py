@@ -1,40 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUDA graphs of draft steps; tests/engine/ replays them in real engines."""
 
-import subprocess
-import sys
 from types import SimpleNamespace
 from unittest.mock import Mock
 
-import engines
 import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import CUDAGraphMode
-from vllm.v1.attention.backend import AttentionCGSupport
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec
 
 from vllm_magicdec.attention.metadata import DraftMetadata, TokenMetadata
-from vllm_magicdec.drafting.ports import Cache
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.plugin import register
 from vllm_magicdec.views.round import LayerPageView, PageView, Part, Queries, TokenView
-from vllm_magicdec.vllm_api import page_metadata_v2, runner_v2
+from vllm_magicdec.vllm_api import page_metadata_v2
 from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs, dummy_step
 from vllm_magicdec.vllm_api.page_metadata_v2 import PageMetadata
 from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
 
 register()
-
-
-@pytest.mark.extended
-def test_a_graph_serves_every_step_up_to_its_batch_size():
-    program = engines.HERE / "recorded_graphs.py"
-    ended = subprocess.run(
-        [sys.executable, program], env=engines.environment(), capture_output=True, text=True
-    )
-    assert ended.returncode == 0, ended.stderr
 
 
 class Group:
@@ -60,13 +45,8 @@ def test_graphs_update_the_metadata_of_backends_that_support_it():
     metadata = PageMetadata.__new__(PageMetadata)
     metadata._attention_groups = [[[], [group]] for group in (pages, of_layers, tokens, eager, split)]
     token_metadata = TokenMetadata(torch.zeros(1, 1, 1), torch.zeros(1), None)
-    attn_metadata = {
-        "pages": 1,
-        "of_layers": DraftMetadata(2),
-        "tokens": token_metadata,
-        "eager": 3,
-        "split": 4,
-    }
+    attn_metadata = {"pages": 1, "of_layers": DraftMetadata(2), "eager": 3, "split": 4}
+    attn_metadata["tokens"] = token_metadata
     metadata.record_refresh(attn_metadata)
     assert pages.updated == [{"pages": 1}] and of_layers.updated == [{"of_layers": 2}]
     assert not tokens.updated and not eager.updated and not split.updated
@@ -77,69 +57,6 @@ def test_graphs_update_the_metadata_of_backends_that_support_it():
     parts = [SimpleNamespace(view=Mock(spec=view)) for view in views]
     speculator.refresh_metadata(SimpleNamespace(parts=parts, queries=None))
     assert rebuilt == [3, 4]
-
-
-FULL = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
-CHUNKS = ChunkedLocalAttentionSpec(
-    block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16, attention_chunk_size=8192
-)
-
-
-def warnings_of(
-    monkeypatch,
-    mode: CUDAGraphMode,
-    backend: str,
-    enforce_eager: bool = False,
-    spec=FULL,
-) -> list[str]:
-    """Warnings of a speculator on a GPU when vLLM passes the mode that the target's attention supports.
-
-    One layer group supports all graphs; the other has `backend` and `spec`.
-    """
-    logged: list[str] = []
-    monkeypatch.setattr(runner_v2.logger, "warning_once", lambda line, *args: logged.append(line % args))
-    modes: list[CUDAGraphMode] = []
-    monkeypatch.setattr(runner_v2, "DraftGraphs", lambda *args: modes.append(args[2]))
-    speculator = MagicDecSpeculator.__new__(MagicDecSpeculator)
-    speculator.device = SimpleNamespace(type="cuda")
-    speculator.vllm_config = SimpleNamespace(model_config=SimpleNamespace(enforce_eager=enforce_eager))
-    groups = []
-    for name, support in (("FLASH_ATTN", AttentionCGSupport.ALWAYS), (backend, AttentionCGSupport.NEVER)):
-        builder = SimpleNamespace(get_cudagraph_support=lambda config, spec, support=support: support)
-        groups.append(
-            SimpleNamespace(
-                backend=SimpleNamespace(get_name=lambda name=name: name),
-                kv_cache_spec=spec,
-                get_metadata_builder=lambda builder=builder: builder,
-            )
-        )
-    speculator.target_attn_groups = [[group] for group in groups]
-    speculator._attention_groups = [groups[:1]]
-    speculator.speculative_config = SimpleNamespace(looks_up_on_device=False)
-    speculator._drafter = SimpleNamespace(common_lens=(None,))
-    speculator._cache = Cache()
-    speculator.init_cudagraph_manager(mode)
-    assert modes == [mode]
-    return logged
-
-
-@pytest.mark.parametrize("mode", [CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE])
-def test_the_warning_names_the_backend_without_graphs_and_an_alternative(monkeypatch, mode):
-    """FLASHINFER without its cubins has full graphs of single tokens only, so vLLM chooses these modes."""
-    (line,) = warnings_of(monkeypatch, mode, "FLASHINFER")
-    assert "draft steps run without CUDA graphs" in line and mode.name in line
-    assert "--attention-backend FLASH_ATTN" in line and "flashinfer-cubin" in line
-    (line,) = warnings_of(monkeypatch, mode, "TRITON_ATTN")
-    assert "TRITON_ATTN" in line and "flashinfer-cubin" not in line
-    (line,) = warnings_of(monkeypatch, mode, "CUTLASS_MLA")
-    assert "CUTLASS_MLA" in line and "FLASH_ATTN_MLA on Hopper" in line
-    (line,) = warnings_of(monkeypatch, mode, "FLASH_ATTN", spec=CHUNKS)
-    assert "local chunks" in line and "--attention-backend" not in line
-
-
-def test_no_warning_if_draft_steps_have_graphs_or_none_were_requested(monkeypatch):
-    assert not warnings_of(monkeypatch, CUDAGraphMode.FULL_AND_PIECEWISE, "FLASHINFER")
-    assert not warnings_of(monkeypatch, CUDAGraphMode.NONE, "FLASHINFER", enforce_eager=True)
 
 
 @pytest.fixture
@@ -162,10 +79,7 @@ def make_graphs(capture):
     [
         # Passes are at most 256 tokens.
         ({"max_num_seqs": 512}, {(1, 1): 512, (2, 1): 256, (4, 4): 64}),
-        (
-            {"max_num_seqs": 100, "max_cudagraph_capture_size": 96},
-            {(1, 1): 96, (2, 1): 48, (4, 4): 24},
-        ),
+        ({"max_num_seqs": 100, "max_cudagraph_capture_size": 96}, {(1, 1): 96, (2, 1): 48, (4, 4): 24}),
     ],
 )
 def test_no_graph_has_more_tokens_than_vllms_largest(configure, make_graphs, engine, largest):

@@ -40,8 +40,8 @@ def given_after_a_step(config, output, drafts, runner="vllm.v1.worker.gpu_model_
     """Drafts that the scheduler gets after a step, and whether the workers were asked for them."""
     counts = Counts()
     counts.add("draft_failures")
-    drafter = SimpleNamespace(counts=counts)
-    worker = SimpleNamespace(vllm_config=config, drafter=drafter, take_draft_token_ids=lambda: drafts)
+    worker = SimpleNamespace(vllm_config=config, take_draft_token_ids=lambda: drafts)
+    worker.drafter = SimpleNamespace(counts=counts)
     sample = wrapped(runner, "sample_tokens", lambda runner, grammar_output: output)
     sent = sample(worker, None)
     if isinstance(sent, AsyncModelRunnerOutput):
@@ -82,10 +82,7 @@ def given_after_a_step(config, output, drafts, runner="vllm.v1.worker.gpu_model_
 
 @pytest.mark.parametrize(
     ("runner", "output"),
-    [
-        ("vllm.v1.worker.gpu_model_runner", step_output()),
-        ("vllm.v1.worker.gpu.model_runner", Late()),
-    ],
+    [("vllm.v1.worker.gpu_model_runner", step_output()), ("vllm.v1.worker.gpu.model_runner", Late())],
 )
 def test_drafts_come_with_the_output_and_no_worker_is_asked(config, runner, output):
     drafts = DraftTokenIds(["a"], DraftLists([[3, 4]], num_passes=1))

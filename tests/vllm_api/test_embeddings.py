@@ -3,21 +3,9 @@
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 
-from vllm_magicdec.vllm_api.embeddings import embed, takes_embeddings
-
-
-@pytest.mark.parametrize(
-    ("is_multimodal", "has_prompt_embeds", "expected"),
-    [(False, False, False), (True, False, True), (False, True, True)],
-)
-def test_which_targets_take_embeddings(is_multimodal, has_prompt_embeds, expected):
-    config = SimpleNamespace(
-        supports_multimodal_inputs=is_multimodal, enable_prompt_embeds=has_prompt_embeds
-    )
-    assert takes_embeddings(config) is expected
+from vllm_magicdec.vllm_api.embeddings import embed
 
 
 def test_placeholders_outside_the_vocabulary_have_some_embedding():

@@ -10,12 +10,7 @@ import torch
 from small_models import write_llama
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine import core
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVQuantMode,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec, SlidingWindowSpec
 
 from vllm_magicdec.attention import switch
 from vllm_magicdec.attention.flashinfer_attention import Geometry, plan_bytes
@@ -149,26 +144,6 @@ def test_a_cache_that_no_view_knows_is_refused_with_its_layer(model_dir):
     latent = specs(MLAAttentionSpec, is_index_group_leader=True)
     with pytest.raises(MagicDecConfigError, match=r"layer layer 0 \(MLAAttentionSpec\)"):
         leave_memory_for_drafting(config, latent, AVAILABLE)
-
-
-def test_what_flashinfer_wants_is_left_on_a_gpu(model_dir, monkeypatch):
-    config = configure(
-        model_dir, {"method": METHOD, "draft_kv_policy": "snapkv", "draft_kv_granularity": "token"}
-    )
-    left = []
-    for installed in (False, True):
-        monkeypatch.setattr(switch, "has_flashinfer", lambda installed=installed: installed)
-        monkeypatch.setattr(config.device_config, "device_type", "cuda")
-        left.append(leave_memory_for_drafting(config, specs(), AVAILABLE))
-    geometry = Geometry(NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, torch.bfloat16, torch.bfloat16, 1.0)
-    assert geometry.refusal is not None and left[0] == left[1]  # no kernel for such heads
-    larger = specs(head_size=64)
-    left = []
-    for installed in (False, True):
-        monkeypatch.setattr(switch, "has_flashinfer", lambda installed=installed: installed)
-        left.append(leave_memory_for_drafting(config, larger, AVAILABLE))
-    geometry = Geometry(NUM_HEADS, NUM_KV_HEADS, 64, torch.bfloat16, torch.bfloat16, 1.0)
-    assert left[0] - left[1] >= plan_bytes(geometry, sizing.max_graph_reqs(config))[0]
 
 
 def test_a_spire_draft_leaves_what_its_own_layers_take(tmp_path, monkeypatch):

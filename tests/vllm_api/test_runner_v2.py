@@ -12,7 +12,7 @@ from vllm.forward_context import get_forward_context
 from vllm_magicdec.adaptive.draft_plan import DraftLists
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.plugin import register
-from vllm_magicdec.views.round import Batch, PageView, Part, Pass, Queries
+from vllm_magicdec.views.round import PageView, Part, Pass, Queries
 from vllm_magicdec.vllm_api import runner_v2
 from vllm_magicdec.vllm_api.draft_graphs import RoundGraphs
 from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
@@ -27,27 +27,6 @@ def make_speculator(**attributes) -> MagicDecSpeculator:
     speculator = MagicDecSpeculator.__new__(MagicDecSpeculator)
     vars(speculator).update(attributes)
     return speculator
-
-
-def test_a_history_has_the_verified_tokens_and_the_sampled_token():
-    """Rejected drafts and tokens of an earlier request in the row are not part of it."""
-    token_ids = torch.tensor([[7, 8, 9, 0, 0], [5, 6, 20, 21, 99], [1, 2, 3, 4, 40]], dtype=torch.int32)
-    speculator = make_speculator(
-        req_states=SimpleNamespace(all_token_ids=SimpleNamespace(gpu=token_ids)),
-    )
-    context_lens = torch.tensor([4, 3])
-    batch = Batch(
-        req_ids=["a", "b"],
-        tokens=torch.tensor([40, 21]),
-        block_tables=[],
-        context_lens=context_lens,
-        observable_lens=context_lens,
-        known_lens=[4, 5],
-        is_prefilling=[False, False],
-        is_first=[True, False],
-    )
-    found = speculator._histories(batch, np.array([2, 1]))
-    assert [history.after(0).tolist() for history in found] == [[1, 2, 3, 4, 40], [5, 6, 20, 21]]
 
 
 def test_answers_are_reported_before_the_runner_drops_them():

@@ -9,7 +9,6 @@ from vllm.config.utils import replace
 
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.plugin import register
-from vllm_magicdec.vllm_api.engine_config import find_missing_graphs
 
 register()
 
@@ -53,11 +52,6 @@ def test_every_verification_that_auto_chooses_has_a_full_graph(configure, captur
     assert without_graph(capture(config), captured, max_num_seqs) == []
 
 
-def test_a_whole_batch_of_any_size_has_a_full_graph(configure, capture):
-    manager = capture(configure(AUTO, max_num_seqs=13))
-    assert all(has_full_graph(manager, 13, length) for length in NESTED)
-
-
 @pytest.mark.parametrize(
     "engine", [{"enforce_eager": True}, {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}]
 )
@@ -70,25 +64,3 @@ def test_sizes_of_the_user_have_graphs_of_every_number_of_drafts(configure, capt
     config = configure(AUTO, max_num_seqs=10, compilation_config=compilation)
     assert config.compilation_config.max_cudagraph_capture_size == 36
     assert without_graph(capture(config), NESTED, 10) == []
-
-
-def test_the_log_names_verifications_without_graph_and_the_option_to_set(configure, capture):
-    fields = {"method": METHOD, "num_speculative_tokens": 6}
-    config = configure(fields, max_num_seqs=128)
-    (sentence,) = find_missing_graphs(config)
-    assert "more than 72 requests" in sentence and "--max-cudagraph-capture-size to 7 x N" in sentence
-    manager = capture(config)
-    assert has_full_graph(manager, 72, 6) and not has_full_graph(manager, 73, 6)
-    config = configure(fields, max_num_seqs=128, max_cudagraph_capture_size=7 * 128)
-    assert not list(find_missing_graphs(config))
-    manager = capture(config)
-    assert all(has_full_graph(manager, num_reqs, 6) for num_reqs in range(1, 129))
-
-
-def test_the_log_warns_that_a_single_request_has_no_graph_for_plain_steps(configure, capture):
-    config = configure(AUTO, max_num_seqs=1)
-    assert not has_full_graph(capture(config), 1, 0)
-    (sentence,) = find_missing_graphs(config)
-    assert "--max-num-seqs 1" in sentence
-    assert not list(find_missing_graphs(configure(AUTO, max_num_seqs=2)))
-    assert not list(find_missing_graphs(configure(AUTO, max_num_seqs=1, enforce_eager=True)))
