@@ -166,6 +166,14 @@ def test_profile_of_the_other_method_is_refused(target, draft, profile, measured
     assert "measure again with 'magicdec profile', or remove 'profile'" in str(error.value)
 
 
+def test_profile_of_other_draft_weights_is_refused(target, profile):
+    measured = {"method": METHOD, "draft_weights": "int8"}
+    path = profile({"model": target, "speculative_config": measured})
+    with pytest.raises(MagicDecConfigError, match="measured with draft_weights='int8', not 'target'"):
+        configure(target, auto_with(path))
+    configure(target, {**auto_with(path), "draft_weights": "int8"})
+
+
 BY_OTHER = {"model": "org/other", "speculative_config": {"method": MODEL_METHOD, "model": "org/other"}}
 NAMELESS = "does not name the model that drafted"
 

@@ -36,7 +36,7 @@ def check_profile(path: str, spec: MagicDecSpeculativeConfig) -> None:
 
 
 def _check_drafter(path: str, spec: MagicDecSpeculativeConfig, description: Mapping[str, Any]) -> None:
-    """Refuse another method and warn if another model drafted: step times differ between models."""
+    """Refuse another method or other weights, and warn if another model drafted: step times differ."""
     model, target = spec.model, spec.target_model_config.model
     assert model is not None
     method, drafted = _find_drafter(description)
@@ -45,6 +45,13 @@ def _check_drafter(path: str, spec: MagicDecSpeculativeConfig, description: Mapp
         raise MagicDecConfigError(
             f"{spec.name}: profile: {path} was measured with method={method!r}, not "
             f"{spec.name!r}; measure again with 'magicdec profile', or remove 'profile'"
+        )
+    fields = description.get("speculative_config")
+    weights = fields.get("draft_weights", "target") if isinstance(fields, dict) else spec.draft_weights
+    if weights != spec.draft_weights:
+        raise MagicDecConfigError(
+            f"{spec.name}: profile: {path} was measured with draft_weights={quoted(weights)}, not "
+            f"{spec.draft_weights!r}; measure again with 'magicdec profile', or remove 'profile'"
         )
     if drafted is None:
         what = f"does not name the model that drafted; if that was not {quoted(model)}"
