@@ -1,6 +1,6 @@
 # vllm-magicdec: everything a person or CI types.
 PYTHON ?= python3
-MODEL ?= examples/tiny-llama
+MODEL ?=
 ARGS ?=
 GPU_MODEL ?= Qwen/Qwen3-8B
 GPU_SUITE := --context 8000 30000 --concurrency 4 16 --requests 32 --tokens 256 --repeats 2
@@ -30,7 +30,8 @@ venv:  ## set up .venv with the right build of vLLM and the plugin
 	@"$(PYTHON)" .ci/setup_venv.py
 
 demo: venv  ## serve a model with and without speculation and compare (MODEL=..., ARGS="--context 16384 ...")
-	@$(RUN) examples/demo.py --model "$(MODEL)" $(ARGS)
+	@$(if $(MODEL),,$(MAKE) --no-print-directory models ARGS=smollm2 || true)
+	@$(RUN) examples/demo.py $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
 demo-ray: venv  ## answers about many documents, from two engines on Ray (ARGS="DOCUMENTS... --out FOLDER")
 	@$(RUN) examples/ray_batch.py $(or $(ARGS),docs benchmarks/README.md --out build/ray-answers \

@@ -24,6 +24,7 @@ import auto
 import confidence
 import datastore
 import decode
+import draft_weights
 import kernel_share
 import lookups
 import native_attention
@@ -44,6 +45,7 @@ _TABLE_OF = {
     "confidence": confidence.table_of,
     "datastore": lambda records: datastore.table_of(*records),
     "decode": decode.table_of,
+    "draft_weights": draft_weights.table_of,
     "kernel_share": lambda records: kernel_share.table_of(*records),
     "lookups": lookups.table_of,
     "native_attention": lambda records: native_attention.page_table_of(*records),

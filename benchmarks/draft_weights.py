@@ -93,17 +93,22 @@ def contenders(names: Sequence[str], drafts: int, budget: float) -> dict[str, di
     return chosen
 
 
-def table_of(record: dict[str, Any]) -> Table:
-    """Return a table of a record: a row per contender, per cell the speed and the tokens per round."""
-    cells = record["cells"]
-    columns = [f"{cell}\n{what}" for cell in cells for what in ("speed", "tokens per round", "step ms")]
-    table = make_table(record["engine"]["model"], columns, ["draft"])
-    for name in record["contenders"]:
-        results = [record["results"][cell][name] for cell in cells]
-        numbers = [
-            (f"{r['speed']:.2f}", f"{r['acceptance_length']:.2f}", f"{r['step_ms']:.0f}") for r in results
-        ]
-        table.add_row(name, *(number for cell in numbers for number in cell))
+def table_of(records: Sequence[dict[str, Any]]) -> Table:
+    """Return a table of a row per record, cell and contender; a step of a method is a round."""
+    names = ["documents x tokens x requests", "draft"]
+    table = make_table(
+        records[0]["engine"]["model"], ["tokens per round", "speed", "step ms", "round"], names
+    )
+    for record in records:
+        for cell, results in record["results"].items():
+            plain_ms = results[PLAIN]["step_ms"]
+            for name, result in results.items():
+                table.add_row(
+                    cell.replace("x", " x "),
+                    name,
+                    *(f"{result['acceptance_length']:.2f}", f"{result['speed']:.2f}"),
+                    *(f"{result['step_ms']:.0f}", f"{result['step_ms'] / plain_ms:.2f}"),
+                )
     return table
 
 
@@ -148,7 +153,7 @@ def run(args: argparse.Namespace, model: str) -> None:
             jobs = {name: lambda llm=llm: job(llm) for name, llm in engines.items()}
             record["results"][text] = summarise(take_turns(jobs, args.turns))
             write(record, args.out)
-            console.print(table_of({**record, "cells": list(record["results"])}))
+            console.print(table_of([record]))
 
 
 def main() -> None:

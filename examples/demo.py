@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serve a model without and with speculation and compare: `make demo`, or `make demo MODEL=...`.
 
+The default is SmolLM2-135M-Instruct (`make models`), with questions about the Constitution of the United
+States (`constitution.txt`); where it was not made, the embedded model.
+
 The model drafts for itself (magicdec-self), or a draft model does: `make demo ARGS="--draft FOLDER"`.
 
 Each server gets the same greedy streaming requests through the official `openai` client: one chat, then a
-batch of completions. The prompts are long excerpts of Python's standard library; for the embedded
-model they end in a question about a fact at their start (tiny-llama/recall.py). Each prompt is sent once
-beforehand, so that it is in the prefix cache and only decoding is timed. On a CPU the embedded model's two
-servers run together and take several turns, of which the median counts; another model's servers run one
-after the other and decode the batch once.
+batch of completions. Prompts for other models are long excerpts of Python's standard library; for the
+embedded model they end in a question about a fact at their start (tiny-llama/recall.py). Each prompt is
+sent once beforehand, so that it is in the prefix cache and only decoding is timed. On a CPU the two servers
+of these small models run together and take several turns, of which the median counts; another model's
+servers run one after the other and decode the batch once.
 """
 
 import argparse
@@ -35,8 +38,24 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from serving import HEALTH_INTERVAL_S, Server, default_options, launch, runs_on_cpu
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+import real_models
+
 HERE = Path(__file__).resolve().parent
 EMBEDDED_MODEL = HERE / "tiny-llama"
+REAL_MODEL = "smollm2"  # of `make models`
+DOCUMENT = HERE / "constitution.txt"
+QUESTIONS = (
+    "What powers does the President have? Answer in a few sentences.",
+    "How is a law made? Describe every step.",
+    "Who elects the Senators, and for how long do they serve?",
+    "Which rights does an accused person have?",
+    "Quote what the text says about the freedom of speech, and explain it.",
+    "What may the States not do?",
+    "How can the Constitution be changed?",
+    "What does the text say about the courts?",
+    "Summarise the document as a list of its most important points.",
+)
 NUM_DRAFT_TOKENS = 4
 SELF = "magicdec-self"
 PREAMBLE_TOKENS = 64  # room for the chat template and the question
@@ -44,7 +63,7 @@ CONTEXT_TOKENS = 8192
 EMBEDDED_CONTEXT_TOKENS = 6144  # the time of prefill grows with the square
 NUM_TURNS = 3  # of servers that run at the same time
 IDLE_SPIN_S = 1.5  # vLLM's idle workers poll for a second before they yield their core
-MEMORY_FOR_TWO_BYTES = 8 * 2**30
+MEMORY_FOR_TWO_BYTES = 12 * 2**30
 LINE_INTERVAL_S = 8  # of plain lines instead of bars
 
 console = Console(highlight=False, soft_wrap=True)
@@ -217,6 +236,17 @@ def summary_prompts(count: int, num_tokens: int, count_tokens: Callable[[str], i
     return prompts
 
 
+def document_prompts(tokenizer: Any, count: int) -> list[Prompt]:
+    """Return questions about one document, as the model's chats are written."""
+    document = DOCUMENT.read_text()
+    prompts = []
+    for question in itertools.islice(itertools.cycle(QUESTIONS), count):
+        messages = [{"role": "user", "content": f"{document}\n\n{question}"}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompts.append(Prompt(text))
+    return prompts
+
+
 def make_prompts(model: str, tokenizer: Any, count: int, context: int, max_tokens: int) -> list[Prompt]:
     """Return prompts that leave room for `max_tokens` in `context` tokens.
 
@@ -230,6 +260,8 @@ def make_prompts(model: str, tokenizer: Any, count: int, context: int, max_token
     num_tokens = context - max_tokens - PREAMBLE_TOKENS
     if num_tokens < 512:
         raise DemoError(f"--context {context} is too short for --max-tokens {max_tokens}; raise it")
+    if is_real(model):
+        return document_prompts(tokenizer, count)
     make = recall_prompts if is_embedded(model) else summary_prompts
     return make(count, num_tokens, count_tokens)
 
@@ -238,11 +270,17 @@ def is_embedded(model: str) -> bool:
     return Path(model).resolve() == EMBEDDED_MODEL
 
 
-def folder_of(model: str) -> str:
-    """Return the folder of a model of `make models`, or the model itself."""
-    sys.path.insert(0, str(HERE.parent / "tools"))
-    import real_models
+def is_real(model: str) -> bool:
+    return Path(model).name.startswith(real_models.MODELS[REAL_MODEL].folder)
 
+
+def folder_of(model: str | None) -> str:
+    """Return the folder of a model of `make models`, or the model itself; None: the default."""
+    if model is None:
+        if any((real_models.FOLDER / real_models.MODELS[REAL_MODEL].folder).glob("*.safetensors")):
+            return folder_of(REAL_MODEL)
+        console.print(f"{REAL_MODEL} was not made (make models); serving the model that ships instead.")
+        return str(EMBEDDED_MODEL)
     return str(real_models.folder_of(model)) if model in real_models.MODELS else model
 
 
@@ -518,7 +556,9 @@ def run_servers(
 def fits_twice(model: str) -> bool:
     """Return whether two servers can run at the same time."""
     return (
-        is_embedded(model) and runs_on_cpu() and psutil.virtual_memory().available >= MEMORY_FOR_TWO_BYTES
+        (is_embedded(model) or is_real(model))
+        and runs_on_cpu()
+        and psutil.virtual_memory().available >= MEMORY_FOR_TWO_BYTES
     )
 
 
@@ -542,7 +582,7 @@ def run(arguments: argparse.Namespace, server_options: list[str], bars: Bars) ->
         tokenizer = load_tokenizer(model)
         prompts = make_prompts(model, tokenizer, 1 + streams, context, arguments.max_tokens)
     options = ["--max-model-len", str(context), "--max-num-seqs", str(streams), *default_options()]
-    if is_embedded(model):
+    if is_embedded(model) or (is_real(model) and runs_on_cpu()):
         # The demo compares texts, and rounding decides fewer near-ties in float32.
         options += ["--dtype", "float32"]
     if not tokenizer.chat_template:
@@ -575,7 +615,7 @@ def main() -> None:
         allow_abbrev=False,
     )
     names = "folder, name on huggingface.co, or one of `make models`"
-    parser.add_argument("--model", default=str(EMBEDDED_MODEL), help=names)
+    parser.add_argument("--model", help=f"{names} (default: {REAL_MODEL}, or the embedded model)")
     parser.add_argument("--draft", help="folder of the draft model (default: the model itself)")
     parser.add_argument(
         "--context",

@@ -125,6 +125,7 @@ def test_drafts_come_with_the_outputs_and_not_in_a_call_of_their_own(
 
 
 SPLIT = {
+    "int4 weights": magicdec(4, draft_kv_budget=128, draft_weights="int4"),
     "snapkv by token": magicdec(4, draft_kv_budget=128, **POLICIES["snapkv by token"]),
     "a draft model": drafting_with(BENCHMARKS / "tiny-draft", draft_kv_budget=128),
     # Ranks look up and cut alike; otherwise they would wait for one another in passes of different sizes.

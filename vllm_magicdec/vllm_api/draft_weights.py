@@ -60,6 +60,12 @@ def check_draft_weights(weights: str, vllm_config: VllmConfig) -> None:
             f"{name} does not work with LoRA, whose adapters the copy does not have; {instead}, or remove "
             "--enable-lora"
         )
+    offload = vllm_config.offload_config
+    if offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0:
+        raise MagicDecConfigError(
+            f"{name} does not work with weights that vLLM offloads; {instead}, or remove --cpu-offload-gb "
+            "and --offload-group-size"
+        )
     possible = _possible_weights(vllm_config)
     if weights not in possible:
         names = ", ".join(map(repr, ("target", *possible)))
@@ -109,34 +115,50 @@ class QuantisedCopy:
     def __init__(
         self, target: nn.Module, vllm_config: VllmConfig, weights: str, device: torch.device
     ) -> None:
+        name = f"{METHOD}: draft_weights={weights!r}"
         config = _copied_config(vllm_config, weights)
-        dtype = vllm_config.model_config.dtype
-        with set_default_torch_dtype(dtype), set_model_tag("draft_model"):
-            with torch.device("meta"):
+        try:
+            with (
+                set_default_torch_dtype(vllm_config.model_config.dtype),
+                set_model_tag("draft_model"),
+                torch.device("meta"),
+            ):
                 self.model = initialize_model(config)
             # Pairs of a quantised layer and the target's layer.
             self._pairs = list(_share(self.model, target))
-            with device:
+            with set_default_torch_dtype(vllm_config.model_config.dtype), device:
                 for layer, original in self._pairs:
                     _quantise(layer, original)
+        except (ValueError, RuntimeError) as error:
+            # vLLM has no kernel for the shapes or the device, or the model's constructor reads tensors.
+            reason = " ".join(str(error).split())
+            raise MagicDecConfigError(
+                f"{name} is not possible for {type(target).__name__} here ({reason}); use another value, "
+                "or 'target'"
+            ) from error
+        # vLLM's compiler and passes find the layers that attend.
+        config.compilation_config.static_forward_context.update(
+            vllm_config.compilation_config.static_forward_context
+        )
         tensors = (*self.model.named_parameters(), *self.model.named_buffers())
         missing = next((name for name, tensor in tensors if tensor.is_meta), None)
         if missing is not None or not self._pairs:
             raise MagicDecConfigError(
-                f"{METHOD}: draft_weights={weights!r} is not supported for {type(target).__name__} "
-                f"({missing or 'no linear layers'}); use draft_weights='target'"
+                f"{name} is not supported for {type(target).__name__} ({missing or 'no linear layers'}); "
+                "use draft_weights='target'"
             )
 
     @torch.no_grad()
     def update(self) -> None:
         """Quantise the target's weights again, in the same memory, which CUDA graphs refer to."""
         for layer, original in self._pairs:
-            kept = dict(layer._parameters)
-            _quantise(layer, original)
-            for name, tensor in kept.items():
-                if tensor is not None:
+            kept = {name: tensor for name, tensor in layer._parameters.items() if tensor is not None}
+            try:
+                _quantise(layer, original)
+                for name, tensor in kept.items():
                     tensor.data.copy_(layer._parameters[name])
-                layer._parameters[name] = tensor
+            finally:
+                layer._parameters.update(kept)
 
 
 def _copied_config(vllm_config: VllmConfig, weights: str) -> VllmConfig:
@@ -172,7 +194,6 @@ def _share(own: nn.Module, target: nn.Module) -> Iterator[tuple[nn.Module, nn.Mo
         if child is None or original is None:
             continue
         if _is_quantised(child):
-            child._parameters["bias"] = original._parameters.get("bias")
             yield child, original
         elif any(map(_is_quantised, child.modules())):
             yield from _share(child, original)
@@ -184,6 +205,8 @@ def _share(own: nn.Module, target: nn.Module) -> Iterator[tuple[nn.Module, nn.Mo
 def _quantise(layer: nn.Module, original: nn.Module) -> None:
     """Give a layer the quantised weights of the target's layer."""
     layer.register_parameter("weight", nn.Parameter(_weights_of(original), requires_grad=False))
+    # Some of vLLM's kernels replace it by a permuted copy.
+    layer.register_parameter("bias", original._parameters.get("bias"))
     # Set by vLLM's methods, which then ignore further calls.
     vars(layer).pop("_already_called_process_weights_after_loading", None)
     layer.quant_method.process_weights_after_loading(layer)

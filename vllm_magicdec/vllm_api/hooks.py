@@ -216,6 +216,14 @@ def _update_draft(nothing: None, runner: Any, *_: Any, **__: Any) -> None:
         (getattr(runner, "drafter", None) or runner.speculator).update_weights()
 
 
+def _refuse_draft_update(worker: Any) -> None:
+    spec = worker.vllm_config.speculative_config
+    if isinstance(spec, MagicDecSpeculativeConfig) and not spec.has_draft_model:
+        raise MagicDecConfigError(
+            f"{spec.name}: the draft has no weights of its own; update the target's (start_weight_update)"
+        )
+
+
 def _update_draft_of(nothing: None, worker: Any) -> None:
     _update_draft(nothing, worker.model_runner)
 
@@ -315,6 +323,12 @@ HOOKS_BESIDE_REGISTRY = (
             wrap=after(_update_draft),
         )
         for module in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
+    ),
+    Hook.of(
+        "vllm.v1.worker.gpu_worker",
+        "Worker.start_draft_weight_update(self)",
+        reason="a trainer would overwrite the target's modules, of which a self-draft consists",
+        wrap=before(_refuse_draft_update),
     ),
     Hook.of(
         "vllm.v1.worker.gpu_worker",
