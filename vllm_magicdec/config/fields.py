@@ -88,8 +88,7 @@ class MagicDecFields(SpeculativeConfig):
     draft_weights: str = "target"
     """Weights that the draft reads. `target`: the target's own. On CPUs `int8` and `int4`, on GPUs the
     names of vLLM's online quantisations (`fp8_per_tensor`, `mxfp4`, ...): quantised copies of the target's
-    linear layers, over the target's KV cache. A draft step is faster, for the memory of the copies and some
-    acceptance; the output does not change."""
+    linear layers, for faster draft steps. The output does not change."""
     draft_lookup: Literal["auto", "on", "off"] = "auto"
     """Whether to look up draft tokens: the tokens that followed an earlier occurrence of the latest tokens
     in the request's prompt and output. One draft pass checks several of them. Under
