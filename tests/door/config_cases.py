@@ -121,6 +121,7 @@ PLAUSIBLE = {
     "draft_kv_refresh": tokens,
     "native_attention": st.booleans(),
     "draft_kv_granularity": st.sampled_from(["page", "token", None]),
+    "draft_weights": st.sampled_from(["target", "int8", "int4", "fp8_per_tensor"]),
     "draft_lookup": st.sampled_from(["auto", "on", "off"]),
     "draft_lookup_sources": st.one_of(st.lists(st.sampled_from(PATHS), max_size=3), st.sampled_from(PATHS)),
     "snapkv_window": st.integers(1, 1024),
