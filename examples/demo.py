@@ -562,9 +562,11 @@ def fits_twice(model: str) -> bool:
     )
 
 
-def speculation_with(draft: str | None) -> list[str]:
+def speculation_with(draft: str | None, weights: str) -> list[str]:
     """Return the method's name and the options of `vllm serve` for a draft (None: the target)."""
     options = ["--num-speculative-tokens", str(NUM_DRAFT_TOKENS)]
+    if weights != "target":
+        options += ["--speculative-config.draft_weights", weights]
     if draft is None:
         return [SELF, "--speculative-model", SELF, *options]
     return ["magicdec", "--spec-method", "magicdec", "--speculative-model", draft, *options]
@@ -591,7 +593,9 @@ def run(arguments: argparse.Namespace, server_options: list[str], bars: Bars) ->
     options += server_options
 
     plain = [model, *options]
-    method, *speculation = speculation_with(arguments.draft)
+    # A draft step of this model waits for its weights.
+    weights = "int8" if is_real(model) and runs_on_cpu() and arguments.draft is None else "target"
+    method, *speculation = speculation_with(arguments.draft, weights)
     commands = {"plain": plain, method: [*plain, *speculation]}
     console.rule("servers")
     if fits_twice(model):
@@ -626,6 +630,8 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=8, help="concurrent completions (default 8)")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens per answer (default 128)")
     arguments, server_options = parser.parse_known_args()
+    if arguments.draft is not None and arguments.model is None:
+        arguments.model = str(EMBEDDED_MODEL)  # the drafts that ship are for it
     arguments.model = folder_of(arguments.model)
     # The demo must end its servers also when it is terminated or its terminal is closed.
     for number in (signal.SIGTERM, signal.SIGHUP):

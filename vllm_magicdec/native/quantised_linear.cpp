@@ -133,6 +133,7 @@ struct Sum {
     const __m512i more = products(weights, inputs);
     // With 4 bits the sum of a group fits 16 bits.
     total = BITS == 4 ? _mm512_add_epi16(total, more) : _mm512_add_epi32(total, in_pairs(more));
+    asm("" : "+v"(total));  // or the compiler keeps all terms, and adds them in pairs
   }
   Floats value() const { return (Floats)_mm512_cvtepi32_ps(BITS == 4 ? in_pairs(total) : total); }
 };
@@ -150,6 +151,7 @@ struct Sum {
     const __m256i more = products(weights, inputs);
     // With 4 bits the sum of a group fits 16 bits.
     total = BITS == 4 ? _mm256_add_epi16(total, more) : _mm256_add_epi32(total, in_pairs(more));
+    asm("" : "+x"(total));  // or the compiler keeps all terms, and adds them in pairs
   }
   Floats value() const { return (Floats)_mm256_cvtepi32_ps(BITS == 4 ? in_pairs(total) : total); }
 };
@@ -165,21 +167,22 @@ struct Sum {
 };
 #endif
 
+// One vector of a tile's outputs at a time: with both the compiler keeps the inputs in more registers than there are.
 template <int BITS, int NUM_ROWS>
 void multiply_tile(const uint8_t* block, const Inputs& inputs, int64_t row, int64_t groups, float* sums) {
-  Floats total[NUM_ROWS][VECTORS] = {};
-  for (int64_t group = 0; group < groups; ++group, block += BLOCK_BYTES<BITS>) {
-    const auto* scales = reinterpret_cast<const Bfloat16*>(block + NUMBERS_BYTES<BITS>);
-    const auto* minima = scales + OUTPUTS;
-#pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; ++v) {
+  const int8_t* numbers[NUM_ROWS];
+  for (int r = 0; r < NUM_ROWS; ++r) numbers[r] = &inputs.numbers[(row + r) * groups * GROUP];
+  const float *input_scales = &inputs.scales[row * groups], *input_sums = &inputs.sums[row * groups];
+  for (int v = 0; v < VECTORS; ++v) {
+    Floats total[NUM_ROWS] = {};
+    for (int64_t group = 0; group < groups; ++group) {
+      const uint8_t* own = block + group * BLOCK_BYTES<BITS>;
       Sum<BITS> sum[NUM_ROWS];
       const auto add = [&](Bytes weights, int step) __attribute__((always_inline)) {
 #pragma GCC unroll 8
-        for (int r = 0; r < NUM_ROWS; ++r)
-          sum[r].add(weights, &inputs.numbers[((row + r) * groups + group) * GROUP + step * STEP]);
+        for (int r = 0; r < NUM_ROWS; ++r) sum[r].add(weights, numbers[r] + group * GROUP + step * STEP);
       };
-      const uint8_t* from = block + v * LANES * STEP;
+      const uint8_t* from = own + v * LANES * STEP;
 #pragma GCC unroll 8
       for (int step = 0; step < STEPS; step += 8 / BITS, from += OUTPUTS * STEP) {
         const Bytes weights = load_bytes(from);
@@ -190,16 +193,17 @@ void multiply_tile(const uint8_t* block, const Inputs& inputs, int64_t row, int6
           add(weights, step);
         }
       }
-      const Floats scale = load(scales + v * LANES), minimum = load(minima + v * LANES);
+      const auto* scales = reinterpret_cast<const Bfloat16*>(own + NUMBERS_BYTES<BITS>) + v * LANES;
+      const Floats scale = load(scales), minimum = load(scales + OUTPUTS);
 #pragma GCC unroll 8
       for (int r = 0; r < NUM_ROWS; ++r) {
-        const int64_t at = (row + r) * groups + group;
-        total[r][v] += sum[r].value() * inputs.scales[at] * scale + minimum * inputs.sums[at];
+        const int64_t at = r * groups + group;
+        total[r] += sum[r].value() * input_scales[at] * scale + minimum * input_sums[at];
       }
     }
+#pragma GCC unroll 8
+    for (int r = 0; r < NUM_ROWS; ++r) store(sums + r * OUTPUTS + v * LANES, total[r]);
   }
-  for (int r = 0; r < NUM_ROWS; ++r)
-    for (int v = 0; v < VECTORS; ++v) store(sums + r * OUTPUTS + v * LANES, total[r][v]);
 }
 
 template <int BITS>
