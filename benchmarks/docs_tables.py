@@ -28,6 +28,7 @@ import draft_weights
 import kernel_share
 import lookups
 import native_attention
+import quantised_linear
 import roofline
 import spire
 import suite
@@ -49,6 +50,7 @@ _TABLE_OF = {
     "kernel_share": lambda records: kernel_share.table_of(*records),
     "lookups": lookups.table_of,
     "native_attention": lambda records: native_attention.page_table_of(*records),
+    "quantised_linear": quantised_linear.table_of,
     "roofline": lambda records: roofline.table_of(*records),
     "spire": lambda records: spire.table_of(*records),
     "suite": lambda records: suite.tables_of(*records)[0],

@@ -7,13 +7,14 @@ its own, so that they come from memory as in a forward pass. Minimum of several 
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from common.options import add_out, make_parser
 from common.record import make_record, write
 from common.tables import console, make_table
+from rich.table import Table
 
 from vllm_magicdec.native.quantised_linear import multiply, pack
 
@@ -52,7 +53,7 @@ def kinds_of(weights: torch.Tensor) -> dict[str, Callable[[torch.Tensor], torch.
     return kinds
 
 
-def measure(model: str, rows: int, turns: int, layers: list[Any]) -> dict[str, float]:
+def measure(rows: int, turns: int, layers: list[Any]) -> dict[str, float]:
     """Return milliseconds of all linear layers by kind; `layers` are (in_features, products by kind)."""
     best: dict[str, float] = {}
     for _ in range(turns):
@@ -67,18 +68,24 @@ def measure(model: str, rows: int, turns: int, layers: list[Any]) -> dict[str, f
     return best
 
 
+def table_of(records: Sequence[dict[str, Any]]) -> Table:
+    """Return a table of the records: a row per number of rows, in milliseconds."""
+    table = make_table("ms", records[0]["rows"][0]["ms"], ["rows"])
+    for record in records:
+        for row in record["rows"]:
+            table.add_row(str(row["rows"]), *(f"{ms:.1f}" for ms in row["ms"].values()))
+    return table
+
+
 def run(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     record = make_record("quantised_linear", model=args.model, threads=args.threads, rows=[])
     projections, num_layers, head = SHAPES[args.model]
     shapes = [*projections * num_layers, head]
     layers = [(shape[1], kinds_of(torch.randn(shape) * 0.02)) for shape in shapes]
-    table = make_table(f"{args.model}, {args.threads} threads, ms", layers[0][1], ["rows"])
     for rows in args.rows:
-        times = measure(args.model, rows, args.turns, layers)
-        record["rows"].append({"rows": rows, "ms": times})
-        table.add_row(str(rows), *(f"{ms:.1f}" for ms in times.values()))
-    console.print(table)
+        record["rows"].append({"rows": rows, "ms": measure(rows, args.turns, layers)})
+    console.print(table_of([record]))
     write(record, args.out)
 
 

@@ -2,8 +2,8 @@
 """Linear layers with weights of 4 or 8 bits on CPUs: packing, and the operator `vllm_magicdec::multiply`.
 
 Weights are rounded to the nearest integer in groups of 32 inputs, with a scale and a minimum per group and
-output. torch's `_weight_int4pack_mm_for_cpu` and `_weight_int8pack_mm` take three to four times as long
-for up to 8 rows on a CPU with AVX2 (benchmarks/quantised_linear.py).
+output. torch's `_weight_int4pack_mm_for_cpu` and `_weight_int8pack_mm` take two to three times as long for
+up to 8 rows on a CPU with AVX2 (benchmarks/quantised_linear.py).
 """
 
 import ctypes
