@@ -61,6 +61,7 @@ SELF = "magicdec-self"
 PREAMBLE_TOKENS = 64  # room for the chat template and the question
 CONTEXT_TOKENS = 8192
 EMBEDDED_CONTEXT_TOKENS = 6144  # the time of prefill grows with the square
+MAX_TOKENS, REAL_MAX_TOKENS = 128, 64  # per answer
 NUM_TURNS = 3  # of servers that run at the same time
 IDLE_SPIN_S = 1.5  # vLLM's idle workers poll for a second before they yield their core
 MEMORY_FOR_TWO_BYTES = 12 * 2**30
@@ -628,11 +629,17 @@ def main() -> None:
         f"{EMBEDDED_CONTEXT_TOKENS} for the embedded model)",
     )
     parser.add_argument("--streams", type=int, default=8, help="concurrent completions (default 8)")
-    parser.add_argument("--max-tokens", type=int, default=128, help="tokens per answer (default 128)")
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        help=f"tokens per answer (default {MAX_TOKENS}, {REAL_MAX_TOKENS} for {REAL_MODEL})",
+    )
     arguments, server_options = parser.parse_known_args()
     if arguments.draft is not None and arguments.model is None:
         arguments.model = str(EMBEDDED_MODEL)  # the drafts that ship are for it
     arguments.model = folder_of(arguments.model)
+    if arguments.max_tokens is None:
+        arguments.max_tokens = REAL_MAX_TOKENS if is_real(arguments.model) else MAX_TOKENS
     # The demo must end its servers also when it is terminated or its terminal is closed.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
