@@ -238,14 +238,21 @@ def summary_prompts(count: int, num_tokens: int, count_tokens: Callable[[str], i
 
 
 def document_prompts(tokenizer: Any, count: int) -> list[Prompt]:
-    """Return questions about one document, as the model's chats are written."""
+    """Return questions about one document, which all share its pages in the prefix cache.
+
+    The first is a chat's message; the others are written as the model's chats are.
+    """
     document = DOCUMENT.read_text()
-    prompts = []
-    for question in itertools.islice(itertools.cycle(QUESTIONS), count):
-        messages = [{"role": "user", "content": f"{document}\n\n{question}"}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        prompts.append(Prompt(text))
-    return prompts
+    chat, *others = (
+        f"{document}\n\n{question}" for question in itertools.islice(itertools.cycle(QUESTIONS), count)
+    )
+    written = (
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+        for content in others
+    )
+    return [Prompt(chat), *map(Prompt, written)]
 
 
 def make_prompts(model: str, tokenizer: Any, count: int, context: int, max_tokens: int) -> list[Prompt]:
