@@ -129,7 +129,7 @@ setup(
         # What `magicdec index` needs; reading what it wrote needs neither.
         "index": ["pydivsufsort>=0.0.20", "pyarrow"],
         # What `magicdec train-draft` needs beside what vLLM brings.
-        "train": ["transformers", "safetensors", "rich", "pyarrow"],
+        "train": ["transformers", "safetensors", "pyarrow"],
     },
     entry_points={
         "console_scripts": ["magicdec = vllm_magicdec.planner.console:main"],

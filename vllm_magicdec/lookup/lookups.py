@@ -83,8 +83,8 @@ class Lookups:
             answer: [num] int32, its output tokens.
         """
         self._drop(req_id)
-        for source in self._sources.values():
-            if len(answer):
+        for name, source in self._sources.items():
+            if len(answer) and name not in self._failed:
                 source.add(answer)
 
     def forget(self) -> None:

@@ -109,7 +109,7 @@ class QuantisedCopy:
         device: the target's device.
 
     Raises:
-        MagicDecConfigError: the model has no linear layer that can be quantised.
+        MagicDecConfigError: vLLM cannot build or quantise a copy of this model here.
     """
 
     def __init__(
