@@ -250,7 +250,7 @@ def _keep(key: Any, process: EngineProcess) -> None:
 def _telling_part(log: str) -> str:
     """Return the first traceback, which is the worker's and the cause, and the end of the log."""
     first = max(0, log.find("Traceback"))
-    return log[first : first + 8000] + "\n...\n" + log[-2000:]
+    return log[first : first + 20_000] + "\n...\n" + log[-2000:]
 
 
 def generate(prompts: list[list[int]], sampling: Any, **engine: Any) -> EngineRun:
