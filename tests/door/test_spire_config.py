@@ -80,14 +80,12 @@ def test_serving_reads_settings_of_training(target, tmp_path):
 @pytest.mark.parametrize("max_model_len", [128, 4096])
 def test_view_of_training_may_be_given_and_is_clipped_to_the_model(target, draft, max_model_len):
     view = {"draft_kv_budget": 256, "draft_kv_sink": 4, "draft_kv_policy": "streamingllm"}
-    for fields in ({}, view):
-        spec = configure(target, draft, {"max_model_len": max_model_len}, **fields).speculative_config
-        assert spec.draft_kv_budget == min(256, max_model_len)
+    spec = configure(target, draft, {"max_model_len": max_model_len}, **view).speculative_config
+    assert spec.draft_kv_budget == min(256, max_model_len)
 
 
-@pytest.mark.parametrize("number", [4, "auto"])
-def test_configuration_survives_copies(target, draft, number):
-    config = configure(target, draft, num_speculative_tokens=number)
+def test_configuration_survives_copies(target, draft):
+    config = configure(target, draft, num_speculative_tokens="auto")
     spec = config.speculative_config
     for copied in (pickle.loads(pickle.dumps(config)).speculative_config, copy.copy(spec), replace(spec)):
         assert repr(copied) == repr(spec) and copied.spire == spec.spire
@@ -101,15 +99,8 @@ NO_DRAFT = "this is no SPIRe draft of version 1"
 @pytest.mark.parametrize(
     ("spire", "written", "fields", "sentence"),
     [
-        *(
-            ({}, {}, fields, "was trained with 4 sinks and a window of 252 tokens")
-            for fields in (
-                {"draft_kv_budget": 128},
-                {"draft_kv_budget": 512},
-                {"draft_kv_sink": 8},
-                {"draft_kv_policy": "snapkv"},
-            )
-        ),
+        ({}, {}, {"draft_kv_budget": 512}, "was trained with 4 sinks and a window of 252 tokens"),
+        ({}, {}, {"draft_kv_policy": "snapkv"}, "was trained with 4 sinks and a window of 252 tokens"),
         ({"sinks": 8}, {}, {"draft_kv_sink": 4}, "draft_kv_sink=4 is not possible"),
         ({}, {}, {"draft_lookup": "on"}, "draft_lookup='on' is not supported with a SPIRe draft"),
         ({}, {}, {"quantization": "fp8"}, "quantization='fp8' is not possible with a SPIRe draft"),
@@ -121,10 +112,8 @@ NO_DRAFT = "this is no SPIRe draft of version 1"
         ({"window": 0}, {}, {}, "contradicts itself"),
         ({}, {"num_hidden_layers": 3}, {}, "contradicts itself"),
         ({}, QUANTISED, {}, "a quantised SPIRe draft (fp8) is not possible"),
-        *(
-            ({name: value}, {}, {}, f"spire.{name}")
-            for name, value in {"target_layers": ["a"], "sinks": True, "window": 1e9, "target": 1}.items()
-        ),
+        ({"target_layers": ["a"]}, {}, {}, "spire.target_layers"),
+        ({"sinks": True}, {}, {}, "spire.sinks"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_sentence(target, tmp_path, spire, written, fields, sentence):
