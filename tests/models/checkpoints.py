@@ -32,6 +32,17 @@ def _directory() -> Path:
     return Path(directory.name)
 
 
+def model_class(family: Family) -> type[nn.Module]:
+    """Return the family's class of `transformers`."""
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if family.is_multimodal:
+        names = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return getattr(transformers, names[family.model_type])
+
+
 @cache
 def checkpoint(family: Family) -> Path:
     """Return the folder of the family's model, written at the first call and deleted with the process."""
@@ -39,7 +50,7 @@ def checkpoint(family: Family) -> Path:
 
     path = _directory() / family.name.replace(" ", "-").lower()
     config = transformers.AutoConfig.for_model(family.model_type, **family.configuration)
-    model = getattr(transformers, family.architecture)(config)
+    model = model_class(family)(config)
     fill(model, family)
     model.save_pretrained(path)
     if family.is_multimodal:

@@ -49,7 +49,6 @@ class Family:
 
     Attributes:
         name: Name on the page.
-        architecture: Model class of `transformers`.
         model_type: Configuration name of `transformers`.
         sizes: Configuration fields in addition to, or instead of, the common ones.
         peculiar: Settings that the tiny model shares with large ones, for the page.
@@ -64,7 +63,6 @@ class Family:
     """
 
     name: str
-    architecture: str
     model_type: str
     sizes: Mapping[str, Any]
     peculiar: str
@@ -116,32 +114,19 @@ def _alternating(*types: str, layers: int) -> list[str]:
 FAMILIES = (
     Family(
         "Llama",
-        "LlamaForCausalLM",
         "llama",
         _rope("llama3", 500000.0, **_SCALED, low_freq_factor=1.0, high_freq_factor=4.0),
         "grouped queries, Llama 3's scaled RoPE",
         seed=11,
     ),
     Family(
-        "Qwen2",
-        "Qwen2ForCausalLM",
-        "qwen2",
-        {"tie_word_embeddings": True},
-        "biases, tied head",
-        embedding_std=0.3,
-        seed=12,
+        "Qwen2", "qwen2", {"tie_word_embeddings": True}, "biases, tied head", embedding_std=0.3, seed=12
     ),
     Family(
-        "Qwen3",
-        "Qwen3ForCausalLM",
-        "qwen3",
-        {"head_dim": 64},
-        "norms of queries and keys, heads wider than the model",
-        seed=12,
+        "Qwen3", "qwen3", {"head_dim": 64}, "norms of queries and keys, heads wider than the model", seed=12
     ),
     Family(
         "Qwen3-MoE",
-        "Qwen3MoeForCausalLM",
         "qwen3_moe",
         {
             "head_dim": 32,
@@ -155,24 +140,16 @@ FAMILIES = (
     ),
     Family(
         "Mixtral",
-        "MixtralForCausalLM",
         "mixtral",
         {"num_local_experts": 4, "num_experts_per_tok": 2},
         "4 experts, 2 per token",
         seed=13,
     ),
     Family(
-        "Mistral",
-        "MistralForCausalLM",
-        "mistral",
-        {"sliding_window": 96},
-        "a window of 96 in every layer",
-        is_local=True,
-        seed=8,
+        "Mistral", "mistral", {"sliding_window": 96}, "a window of 96 in every layer", is_local=True, seed=8
     ),
     Family(
         "Gemma 2",
-        "Gemma2ForCausalLM",
         "gemma2",
         {
             "head_dim": 64,
@@ -188,7 +165,6 @@ FAMILIES = (
     ),
     Family(
         "Gemma 3",
-        "Gemma3ForCausalLM",
         "gemma3_text",
         {
             "head_dim": 64,
@@ -204,7 +180,6 @@ FAMILIES = (
     ),
     Family(
         "gpt-oss",
-        "GptOssForCausalLM",
         "gpt_oss",
         {
             "head_dim": 32,
@@ -219,7 +194,6 @@ FAMILIES = (
     ),
     Family(
         "Phi-3",
-        "Phi3ForCausalLM",
         "phi3",
         {"hidden_size": 256, **_rope("default", 10000.0, partial_rotary_factor=0.75)},
         "RoPE on three quarters of a head, merged projections",
@@ -227,7 +201,6 @@ FAMILIES = (
     ),
     Family(
         "OLMo 2",
-        "Olmo2ForCausalLM",
         "olmo2",
         {"num_key_value_heads": 4},
         "norms behind the layers and of all queries and keys, vLLM's Transformers backend",
@@ -235,7 +208,6 @@ FAMILIES = (
     ),
     Family(
         "GPT-NeoX",
-        "GPTNeoXForCausalLM",
         "gpt_neox",
         {
             "hidden_size": 256,
@@ -248,7 +220,6 @@ FAMILIES = (
     ),
     Family(
         "OPT",
-        "OPTForCausalLM",
         "opt",
         {"ffn_dim": 192, "num_key_value_heads": 4},
         "learned positions, biases, tied head",
@@ -257,7 +228,6 @@ FAMILIES = (
     ),
     Family(
         "Granite",
-        "GraniteForCausalLM",
         "granite",
         {
             "embedding_multiplier": 2.0,
@@ -270,7 +240,6 @@ FAMILIES = (
     ),
     Family(
         "Cohere 2",
-        "Cohere2ForCausalLM",
         "cohere2",
         {
             "sliding_window": 64,
@@ -284,7 +253,6 @@ FAMILIES = (
     ),
     Family(
         "DeepSeek-V2",
-        "DeepseekV2ForCausalLM",
         "deepseek_v2",
         {
             "num_key_value_heads": 4,
@@ -315,7 +283,6 @@ FAMILIES = (
     ),
     Family(
         "Qwen2-VL",
-        "Qwen2VLForConditionalGeneration",
         "qwen2_vl",
         {
             "text_config": {
