@@ -7,11 +7,6 @@ from typing import Any
 from greedy import GREEDY
 
 WHOLE_LEN = 2048  # tokens; no prompt with its answer is longer
-SCHEDULES = {
-    "chunked prefill": {"max_num_batched_tokens": 256},
-    # 80 pages hold the longest request and little else.
-    "preemption": {"num_gpu_blocks_override": 80, "max_num_batched_tokens": WHOLE_LEN, "max_num_seqs": 24},
-}
 
 # vLLM's V2 runner is slow on a CPU, in Triton's interpreter: a few prompts, and engines of few requests.
 V2_TOKENS = 24
@@ -21,11 +16,6 @@ V2_ENGINE = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 512,
     "num_gpu_blocks_override": 257,
-}
-V2_SCHEDULES = {
-    "chunked prefill": {"max_num_batched_tokens": 64},
-    # The longest prompt with its answer, and little else.
-    "preemption": {"num_gpu_blocks_override": 24, "max_model_len": 640},
 }
 
 
