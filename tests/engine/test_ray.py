@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +26,6 @@ import pyarrow.parquet as pq
 import pytest
 import texts
 from greedy import GREEDY
-from ray_processes import batch_replicas, below, started, with_engines
 
 pytestmark = [
     pytest.mark.extended,
@@ -79,6 +79,30 @@ def wait_for(what, process, log):
 def assert_gone(processes):
     _, alive = psutil.wait_procs(processes, timeout=TIME_LIMIT_S)
     assert not alive
+
+
+@contextmanager
+def started(command, log, env):
+    """Run a command with its output in `log`; the end of the block kills it and its children."""
+    process = None
+    try:
+        with log.open("wb") as output:
+            process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT)
+        yield process
+    finally:
+        if process is not None:
+            left = below(process.pid) if process.poll() is None else []
+            for one in (process, *left):
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
+            process.wait()
+
+
+def below(pid):
+    """Return all descendants of a process."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).children(recursive=True)
+    return []
 
 
 @dataclass
@@ -179,10 +203,23 @@ class Jobs:
         return sum(pq.read_metadata(file).num_rows for file in self.answers.glob("answers-*.parquet"))
 
     def replicas(self):
-        return batch_replicas(self.server.process.pid)
+        """Return the jobs' replicas, whether or not their engine has started."""
+        found = []
+        for one in below(self.server.process.pid):
+            with suppress(psutil.NoSuchProcess):
+                if "vLLMEngineStage" in " ".join(one.cmdline()):
+                    found.append(one)
+        return found
 
     def two_with_engines(self, but):
-        found = [one for one in with_engines(self.replicas()) if one not in but]
+        """Return two replicas whose engine has started: until then, Ray names them by `__init__`."""
+        found = []
+        for one in self.replicas():
+            with suppress(psutil.NoSuchProcess):
+                names = ["".join(child.cmdline()) for child in one.children()]
+                is_starting = "__init__" in "".join(one.cmdline())
+                if one not in but and not is_starting and any("EngineCore" in name for name in names):
+                    found.append(one)
         return found if len(found) == 2 else None
 
 
