@@ -116,22 +116,16 @@ def forget_failures(worker: Any) -> None:
 
 
 def draft_twice(worker: Any) -> None:
-    """Draft every round by passes with lookups and by one pass per token, and compare."""
+    """Draft every round by wide passes and by one pass per token, and compare."""
     from collections import Counter
 
     import torch
 
-    from vllm_magicdec.drafting.loops import Staged
-
     runner = draft_of(worker)
     drafter = runner._drafter
-    loop, is_staged = drafter._loop, isinstance(drafter._loop, Staged)
-    is_v2 = worker.vllm_config.use_v2_model_runner
-    compared = Counter(drafts=0, rounds=0, different=0, other_logits=0, not_kept=0, passes=0)
-    if is_staged:
-        loop.passes._min_acceptance = 0.0  # to compare as many drafts as possible
-    # None also for greedy drafts.
-    read = runner.draft_logits if is_v2 else None
+    loop = drafter._loop
+    compared = Counter(rounds=0, different=0, other_logits=0, not_kept=0, passes=0)
+    read = runner.draft_logits  # None for greedy drafts
     latest: list[torch.Tensor] = []
     if read is not None:
         compute = runner.compute_draft_logits
@@ -153,11 +147,11 @@ def draft_twice(worker: Any) -> None:
             return rounds[0]
 
         drafts = draft_once(batch, num_steps, prepare_once)
-        made = drafts.lists or drafts.tokens.clone()
-        logits = None if read is None else read.clone()
-        if not is_staged and drafts.num_passes == num_steps:  # the drafts of steps
+        if drafts.num_passes == num_steps:  # the drafts of steps
             return drafts
-        if logits is not None and not is_staged:
+        made = drafts.tokens.clone()
+        logits = None if read is None else read.clone()
+        if logits is not None:
             # The kept logits are those that every token was sampled from, also after the last pass.
             of_drafts = latest[-1].view(*made.shape, -1)
             for index, is_prefilling in enumerate(batch.is_prefilling):
@@ -168,25 +162,19 @@ def draft_twice(worker: Any) -> None:
         for index in range(num_steps):
             tokens = runner.run(round_.step(index, tokens)).tokens
             one_by_one.append(tokens.tolist())
+        used = drafts.num_passes
         for index, own in enumerate(zip(*one_by_one, strict=True)):
             if batch.is_prefilling[index]:
                 continue
-            used = drafts.num_passes
-            if is_staged:  # passes that gain too little are left out
-                room = runner.max_model_len - int(batch.context_lens[index])
-                used = min(num_steps, room, len(made[index]))
-                assert used
-            same = [*map(int, made[index][:used])] == list(own[:used])
-            compared.update(drafts=used, rounds=1, different=not same)
-            compared.update(passes=0 if is_staged else drafts.num_passes)
+            same = made[index][:used].tolist() == list(own[:used])
+            compared.update(rounds=1, different=not same, passes=used)
             if logits is not None and same:
                 row = runner.idx_mapping[index]
                 both = logits[row, :used], read[row, :used]
                 compared.update(other_logits=not torch.allclose(*both, rtol=1e-4, atol=1e-4))
-        if not is_staged:
-            drafts.tokens.copy_(made)
-            if logits is not None:
-                read.copy_(logits)
+        drafts.tokens.copy_(made)
+        if logits is not None:
+            read.copy_(logits)
         return drafts
 
     loop.draft = draft
@@ -198,16 +186,15 @@ def drafted_twice(worker: Any) -> dict[str, int]:
 
 
 def note_inputs(worker: Any) -> None:
-    addresses = worker.noted_inputs = set()
+    names = worker.noted_inputs = set()
 
     def note(model: Any, args: Any, inputs: dict[str, Any]) -> None:
-        given = {name: value for name, value in inputs.items() if value is not None}
-        addresses.add(tuple(sorted((name, value.data_ptr()) for name, value in given.items())))
+        names.add(tuple(sorted(name for name, value in inputs.items() if value is not None)))
 
     worker.model_runner.get_model().register_forward_pre_hook(note, with_kwargs=True)
 
 
-def noted_inputs(worker: Any) -> list[list[tuple[str, int]]]:
+def noted_inputs(worker: Any) -> list[tuple[str, ...]]:
     return sorted(worker.noted_inputs)
 
 
@@ -312,13 +299,6 @@ def watched_draft_cache(worker: Any) -> dict[str, float]:
 def adaptive_costs(worker: Any) -> tuple[float, float]:
     of_drafts, of_verification = worker.model_runner.adaptive_verification.cost_tables
     return float(of_drafts[1]), float(of_verification[1])
-
-
-def break_drafting(worker: Any) -> None:
-    def choose_pages(context_lens, last_pages):
-        raise RuntimeError("broken on purpose")
-
-    draft_of(worker)._drafter._views[0]._policy.choose_pages = choose_pages
 
 
 def record_graphs(worker: Any, sizes: list[int]) -> None:

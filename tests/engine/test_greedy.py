@@ -16,41 +16,19 @@ pytestmark = pytest.mark.extended
 BENCHMARKS = engines.HERE.parent / "benchmarks"
 
 
-@pytest.fixture(scope="module")
-def long_prompts() -> list[list[int]]:
-    """32 prompts of 20 to 7,000 tokens."""
-    return texts.prompts(32, 20, 7000)
-
-
-@pytest.fixture(scope="module")
-def long_plain(long_prompts) -> list[dict]:
-    return engines.generate(long_prompts, GREEDY, own_process=True, max_num_seqs=16).results[0][0]
-
-
-def test_greedy_output_of_long_and_short_requests_together_is_unchanged(long_prompts, long_plain):
+def test_greedy_output_of_long_and_short_requests_together_is_unchanged():
     """As users run it: engine core and worker are separate processes, and options have their defaults."""
-    last = longest(long_prompts)  # which are still in the prefix cache
-    again = {"prompts": [long_prompts[i] for i in last], "sampling": GREEDY}
-    run = engines.run(
-        [("generate", {"batches": [{"prompts": long_prompts, "sampling": GREEDY}, again]})],
-        own_process=True,
-        max_num_seqs=16,
-        speculative_config=magicdec(4),
-    )
+    prompts = texts.prompts(32, 20, 7000)
+    as_users = {"own_process": True, "max_num_seqs": 16}
+    plain = engines.generate(prompts, GREEDY, **as_users).results[0][0]
+    last = longest(prompts)  # which are still in the prefix cache
+    batches = [{"prompts": prompts, "sampling": GREEDY}]
+    batches.append({"prompts": [prompts[i] for i in last], "sampling": GREEDY})
+    run = engines.run([("generate", {"batches": batches})], speculative_config=magicdec(4), **as_users)
     first, cached = run.results[0]
-    assert_same_tokens(long_plain, first, "up to 7,000 tokens")
-    assert_same_tokens([long_plain[i] for i in last], cached, "prefix cached")
+    assert_same_tokens(plain, first, "up to 7,000 tokens")
+    assert_same_tokens([plain[i] for i in last], cached, "prefix cached")
     assert all(request["cached_tokens"] > 0 for request in cached)
-    assert run.draft_failures == 0 and run.drafted > 0
-
-
-@pytest.mark.parametrize("policy", ["snapkv by token", "verify-topk"])
-def test_greedy_output_of_a_long_and_short_requests_is_unchanged(long_prompts, long_plain, policy):
-    by_length = sorted(range(len(long_prompts)), key=lambda i: len(long_prompts[i]))
-    chosen = [by_length[-1], *by_length[:7]]
-    spec = magicdec(4, **POLICIES[policy])
-    run = engines.generate([long_prompts[i] for i in chosen], GREEDY, speculative_config=spec)
-    assert_same_tokens([long_plain[i] for i in chosen], run.results[0][0], f"7,000 tokens, {policy}")
     assert run.draft_failures == 0 and run.drafted > 0
 
 
@@ -96,32 +74,6 @@ def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain, case):
     assert sizes <= set(replays) and all(replays[size] for size in sizes)
     if "model" not in ON_V2[case]:
         assert steps == {"graph": sum(replays.values()), "flashinfer": 0, "eager": 0}
-
-
-@pytest.mark.parametrize(
-    ("v2", "number", "lookup", "executor"),
-    [
-        (False, 4, "off", "mp"),
-        (False, "auto", "auto", "uni"),  # rounds without drafts, and such as are looked up
-        (True, 4, "on", "uni"),  # counts of every round travel with the same outputs
-    ],
-)
-def test_drafts_come_with_the_outputs_and_not_in_a_call_of_their_own(
-    prompts, plain, v2, number, lookup, executor
-):
-    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 600][:8]
-    batches = [{"prompts": [prompts[i] for i in chosen], "sampling": {**GREEDY, "max_tokens": 24}}]
-    run = engines.run(
-        [("generate_without_asking_for_drafts", {"batches": batches})],
-        v2=v2,
-        max_num_seqs=4,
-        distributed_executor_backend=executor,
-        speculative_config=magicdec(number, draft_lookup=lookup),
-    )
-    expected = [first_tokens(plain[i], 24) for i in chosen]
-    assert_same_tokens(expected, run.results[0][0], "drafts with the outputs")
-    assert run.v2_runner == v2
-    assert run.accepted > 0 and run.draft_failures == 0
 
 
 SPLIT = {

@@ -73,18 +73,22 @@ def assert_counted(run, faults, expected, what):
 
 
 @pytest.mark.parametrize(
-    ("faults", "spec"),
+    ("faults", "fields", "v2"),
     [
-        (FIXED, magicdec(4, draft_kv_budget=192, draft_kv_policy="verify-topk")),
-        (LOOKUPS, magicdec(4, draft_kv_budget=192, draft_lookup="on", draft_sample_method="probabilistic")),
+        (FIXED, {"draft_kv_policy": "verify-topk"}, False),
+        (LOOKUPS, {"draft_lookup": "on", "draft_sample_method": "probabilistic"}, False),
+        (V2, {}, True),
     ],
-    ids=["verify-topk", "lookups"],
+    ids=["verify-topk", "lookups", "V2 runner"],
 )
-def test_faults_change_no_answer_and_are_counted_by_name(prompts, plain, tmp_path, faults, spec):
-    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 700][:6]
+def test_faults_change_no_answer_and_are_counted_by_name(prompts, plain, tmp_path, faults, fields, v2):
+    most_tokens, number = (300, 3) if v2 else (700, 6)
+    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < most_tokens][:number]
     batch = {"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}
-    run = run_under(faults, batch, tmp_path, spec, max_num_seqs=8)
-    assert_counted(run, faults, [plain[i] for i in chosen], "V1 runner")
+    spec = magicdec(4, draft_kv_budget=128 if v2 else 192, **fields)
+    run = run_under(faults, batch, tmp_path, spec, v2=v2, max_num_seqs=8, num_gpu_blocks_override=257)
+    assert run.v2_runner == v2
+    assert_counted(run, faults, [plain[i] for i in chosen], "faults")
     accepted = {
         fault: result["counted"]["vllm:spec_decode_num_accepted_tokens"]
         for result, fault in zip(run.results[0], faults, strict=True)
@@ -94,15 +98,6 @@ def test_faults_change_no_answer_and_are_counted_by_name(prompts, plain, tmp_pat
         assert counted["vllm:magicdec_lookup_pauses"] == 1
     if "summaries" in faults:  # other pages, other drafts; slow ones are the same
         assert accepted["slow:last=10"] == accepted["stuck:last=20"] != accepted["summaries"]
-
-
-def test_faults_on_the_v2_runner(prompts, plain, tmp_path):
-    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 300][:3]
-    batch = {"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}
-    spec = magicdec(4, draft_kv_budget=128)
-    run = run_under(V2, batch, tmp_path, spec, v2=True, max_num_seqs=4, num_gpu_blocks_override=257)
-    assert run.v2_runner
-    assert_counted(run, V2, [plain[i] for i in chosen], "V2 runner")
 
 
 def test_a_fault_in_capture_leaves_eager_draft_steps(prompts, plain, tmp_path):
