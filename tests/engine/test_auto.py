@@ -35,10 +35,7 @@ def test_the_controller_chooses_and_reports_its_choices(auto_run, plain):
     metrics = auto_run.metrics
     assert 0 <= metrics["vllm:magicdec_num_speculative_tokens"] <= 16
     assert metrics["vllm:magicdec_draft_kv_budget"] == 512
-    assert 0 <= metrics["vllm:magicdec_draft_share"] < 1
-    assert metrics["vllm:magicdec_predicted_speedup"] > 0
     assert metrics["vllm:magicdec_achieved_speedup"] > 0
-    assert metrics["vllm:magicdec_switches"] >= 0
 
 
 def test_the_dashboard_uses_existing_metrics(auto_run):

@@ -11,12 +11,8 @@ DRAFT_MODEL = BENCHMARKS / "tiny-draft"
 SPIRE = BENCHMARKS / "tiny-spire"
 CONNECTOR = {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}
 
-
-NEEDS_STREAMINGLLM = "use draft_kv_policy='streamingllm'"
 NO_CONNECTOR = "does not work with a KV connector"
 REFUSED = {
-    "snapkv": (drafting_with(DRAFT_MODEL, draft_kv_policy="snapkv"), {}, NEEDS_STREAMINGLLM),
-    "verify-topk": (drafting_with(DRAFT_MODEL, draft_kv_policy="verify-topk"), {}, NEEDS_STREAMINGLLM),
     "connector with a draft model": (drafting_with(DRAFT_MODEL), CONNECTOR, NO_CONNECTOR),
     "connector with SPIRe": (drafting_with(SPIRE), CONNECTOR, NO_CONNECTOR),
     "SPIRe alone": (None, {"model": str(SPIRE)}, "serve its target with --spec-method magicdec"),

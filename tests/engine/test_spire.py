@@ -27,9 +27,27 @@ def draft(tmp_path_factory) -> Path:
     )
 
 
-def assert_drafts_as_the_reference(path: Path, draft: Path, *, min_rounds: int) -> None:
-    reference = spire_drafts.SpireReference(draft, MODEL)
-    recorded = torch.load(path)
+@pytest.mark.parametrize(
+    ("num_layers", "feedback_memory", "v2", "number", "min_rounds"),
+    # With `auto`, lookups are verified without the draft, which then drafts token by token.
+    [(2, True, False, 4, 30), (2, False, True, 4, 30), (6, True, True, 4, 30), (2, True, False, "auto", 1)],
+)
+def test_drafts_follow_the_equations(tmp_path, num_layers, feedback_memory, v2, number, min_rounds):
+    """Steps after the first use memory of drafted tokens; contexts are within and beyond the window."""
+    view = {"sinks": 3, "window": 37, "noise": 0.05, "feedback_memory": feedback_memory}
+    draft = spire_drafts.write(tmp_path / "draft", MODEL, num_layers=num_layers, **view)
+    path = tmp_path / "recorded.pt"
+    batch = {"prompts": texts.prompts(4, 4, 150, seed=3), "sampling": {**GREEDY, "max_tokens": 14}}
+    run = engines.run(
+        [("generate_and_note_spire_drafts", {"batches": [batch], "path": str(path)})],
+        v2=v2,
+        max_model_len=WHOLE_LEN,
+        max_num_batched_tokens=64,
+        max_num_seqs=3,
+        speculative_config=drafting_with(draft, number, draft_lookup="on" if number == "auto" else "off"),
+    )
+    assert run.draft_failures == 0 and run.v2_runner == v2
+    reference, recorded = spire_drafts.SpireReference(draft, MODEL), torch.load(path)
     assert len(recorded) >= min_rounds
     activations: dict[str, torch.Tensor] = {}
     # The longest first: its activations serve the request's earlier rounds.
@@ -40,46 +58,6 @@ def assert_drafts_as_the_reference(path: Path, draft: Path, *, min_rounds: int) 
         truth = reference.logits(activations[own["request"]][: len(verified)], own["tokens"])
         difference = (truth - torch.stack(own["logits"])).abs().max() / truth.abs().max()
         assert difference < 1e-5, (own["request"], len(verified), len(own["tokens"]), float(difference))
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "feedback_memory", "v2"), [(2, True, False), (2, False, True), (6, True, True)]
-)
-def test_drafts_follow_the_equations(tmp_path, num_layers, feedback_memory, v2):
-    """Steps after the first use memory of drafted tokens; contexts are within and beyond the window."""
-    draft = spire_drafts.write(
-        tmp_path / "draft",
-        MODEL,
-        num_layers=num_layers,
-        sinks=3,
-        window=37,
-        noise=0.05,
-        feedback_memory=feedback_memory,
-    )
-    recorded = str(tmp_path / "recorded.pt")
-    batch = {"prompts": texts.prompts(4, 4, 150, seed=3), "sampling": {**GREEDY, "max_tokens": 14}}
-    run = engines.run(
-        [("generate_and_note_spire_drafts", {"batches": [batch], "path": recorded})],
-        v2=v2,
-        max_model_len=WHOLE_LEN,
-        max_num_batched_tokens=64,
-        max_num_seqs=3,
-        speculative_config=drafting_with(draft),
-    )
-    assert run.draft_failures == 0 and run.v2_runner == v2
-    assert_drafts_as_the_reference(Path(recorded), draft, min_rounds=30)
-
-
-def test_it_drafts_token_by_token_where_lookups_are_verified_unchecked(tmp_path, draft):
-    recorded = str(tmp_path / "recorded.pt")
-    batch = {"prompts": texts.prompts(3, 30, 120, seed=4), "sampling": {**GREEDY, "max_tokens": 24}}
-    run = engines.run(
-        [("generate_and_note_spire_drafts", {"batches": [batch], "path": recorded})],
-        max_num_seqs=3,
-        speculative_config=drafting_with(draft, "auto", draft_lookup="on"),
-    )
-    assert run.draft_failures == 0
-    assert_drafts_as_the_reference(Path(recorded), draft, min_rounds=1)
 
 
 @pytest.mark.parametrize(("v2", "number"), [(False, "auto"), (True, 4)])
