@@ -68,7 +68,6 @@ class EngineRun:
     metrics: dict[str, Any]
     num_kv_blocks: int
     num_lookahead_tokens: int
-    async_scheduling: bool
     v2_runner: bool
     kernel_libraries: list[str]  # loaded by its workers; see kernel_libraries.py
     log: str
@@ -233,18 +232,15 @@ def run(
     key = frozenset(full.items())
     # vLLM binds only the threads of processes that it starts, and here it starts none.
     process = _processes.pop(key, None) or EngineProcess(full, own_cores())
-    try:
-        result = process.run(spec, time_limit_s)
-    except RefusedError:
-        _keep(key, process)
-        raise
-    _keep(key, process)
-    return result
-
-
-def _keep(key: Any, process: EngineProcess) -> None:
     _processes[key] = process
     end_processes(keep=MAX_PROCESSES)
+    try:
+        return process.run(spec, time_limit_s)
+    except RefusedError:
+        raise
+    except BaseException:
+        del _processes[key]
+        raise
 
 
 def _telling_part(log: str) -> str:
