@@ -34,15 +34,6 @@ _TEXT_TOKENS = 2048
 VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = range(_TEXT_TOKENS, _TEXT_TOKENS + len(VISION_TOKENS))
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """Policies and runners that are refused at start-up."""
-
-    sentence: str  # the beginning of the error message
-    policies: tuple[str, ...] = tuple(POLICIES)
-    runners: tuple[str, ...] = RUNNERS
-
-
 @dataclass(frozen=True, eq=False)
 class Family:
     """A family of models and its tiny configuration.
@@ -52,7 +43,7 @@ class Family:
         model_type: Configuration name of `transformers`.
         sizes: Configuration fields in addition to, or instead of, the common ones.
         peculiar: Settings that the tiny model shares with large ones, for the page.
-        refusals: Expected refusals; everything else works.
+        refusals: By policy, the beginning of the expected error message; everything else works.
         engine: Arguments of every engine for this family.
         embedding_std: Standard deviation of embeddings; if large, a tied head repeats the latest token.
         seed: Seed of the weights, chosen so that no two best logits are close for the matrix's prompts.
@@ -66,7 +57,7 @@ class Family:
     model_type: str
     sizes: Mapping[str, Any]
     peculiar: str
-    refusals: tuple[Refusal, ...] = ()
+    refusals: Mapping[str, str] = field(default_factory=dict)
     engine: Mapping[str, Any] = field(default_factory=dict)
     embedding_std: float = 1.0
     seed: int = 0
@@ -75,32 +66,18 @@ class Family:
     is_local: bool = False
     is_multimodal: bool = False
 
-    def refusal(self, runner: str, policy: str) -> str | None:
-        """Return the beginning of the expected error message, or None if the policy works."""
-        for refusal in self.refusals:
-            if runner in refusal.runners and policy in refusal.policies:
-                return refusal.sentence
-        return None
-
-    @property
-    def works(self) -> bool:
-        """Whether some policy works."""
-        return any(self.refusal(runner, policy) is None for runner in RUNNERS for policy in POLICIES)
-
     @property
     def configuration(self) -> dict[str, Any]:
         """Return the arguments of `transformers`' configuration class."""
         return dict(self.sizes) if self.is_multimodal else {**_SIZES, **self.sizes}
 
 
-_MLA = tuple(
-    Refusal(
-        f"magicdec-self: draft_kv_policy={name!r} reads keys of KV heads, and MLA models cache one latent "
-        "vector per token instead; use draft_kv_policy='streamingllm'",
-        policies=tuple(policy for policy in POLICIES if policy.startswith(name)),
-    )
-    for name in ("snapkv", "verify-topk")
-)
+_MLA = {
+    policy: f"magicdec-self: draft_kv_policy={fields['draft_kv_policy']!r} reads keys of KV heads, and MLA "
+    "models cache one latent vector per token instead; use draft_kv_policy='streamingllm'"
+    for policy, fields in POLICIES.items()
+    if fields
+}
 
 
 def _rope(rope_type: str, theta: float, **more: Any) -> dict[str, Any]:
