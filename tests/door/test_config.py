@@ -86,8 +86,9 @@ def test_auto_uses_lookups_where_supported(model_dir):
     assert spec_of({**auto, "draft_lookup_sources": "served"}).draft_lookup_sources == ("served",)
 
 
-@pytest.mark.parametrize("engine", [{}, {"async_scheduling": False}])
+@pytest.mark.parametrize("engine", [{}, {"async_scheduling": False}, {"data_parallel_size": 2}])
 def test_auto_sets_scheduler_and_lengths(model_dir, engine):
+    """Dense data-parallel ranks each have such a scheduler."""
     fields = {"num_speculative_tokens": "auto", "max_num_speculative_tokens": 6, "draft_lookup": "off"}
     config = configure(model_dir, {"method": METHOD, **fields}, **engine)
     spec = config.speculative_config
@@ -95,6 +96,7 @@ def test_auto_sets_scheduler_and_lengths(model_dir, engine):
     lookup = build_dynamic_sd_schedule_lookup(spec.num_speculative_tokens_per_batch_size, 64, 6)
     assert set(lookup[1:]) == set(range(7))
     scheduler = config.scheduler_config.get_scheduler_cls()
+    assert scheduler.__name__.startswith("MagicDec")
     assert issubclass(scheduler, AsyncScheduler) == config.scheduler_config.async_scheduling
     assert repr(replace(spec)) == repr(pickle.loads(pickle.dumps(spec))) == repr(spec)
 
@@ -139,12 +141,6 @@ def test_arguments_can_be_resolved_again(model_dir):
         spec = arguments.create_engine_config().speculative_config
         assert type(spec) is EngineSpeculativeConfig
         assert (spec.adaptive, spec.draft_kv_budget) == (True, 256)
-
-
-def test_dense_data_parallel_ranks_choose_separately(model_dir):
-    fields = {"method": METHOD, "num_speculative_tokens": "auto"}
-    config = configure(model_dir, fields, data_parallel_size=2)
-    assert config.scheduler_config.scheduler_cls.endswith("MagicDecScheduler")
 
 
 @pytest.mark.parametrize(
@@ -227,11 +223,7 @@ REFUSED = [
     ({"draft_lookup_sources": ["context", "/no/such/store"], "draft_lookup": "on"}, {}, "/no/such/store"),
     ({"rejection_sample_method": "fly"}, {}, "rejection_sample_method='fly' "),
     ({"rejection_sample_method": "synthetic"}, {}, "requires exactly one of"),
-    (
-        {**TOPK, **BY_TOKEN},
-        {},
-        "not supported by draft_kv_policy='verify-topk'; remove it or use 'page'",
-    ),
+    ({**TOPK, **BY_TOKEN}, {}, "not supported by draft_kv_policy='verify-topk'; remove it or use 'page'"),
     (BY_TOKEN, {}, "is not supported by draft_kv_policy='streamingllm'; remove it"),
     ({**SNAPKV, **BY_TOKEN}, FUSED, "use -cc.pass_config.fuse_attn_quant=False, or"),
     (ADAPTIVE, {}, "enable_adaptive_verification needs a GPU; remove it"),
@@ -240,11 +232,7 @@ REFUSED = [
     ({}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported"),
     ({}, {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "context parallelism"),
     ({}, {"block_size": 48}, "--block-size 48 is no multiple of 32"),
-    (
-        {"num_speculative_tokens": 4},
-        ADAPTERS,
-        "use num_speculative_tokens=3, --max-num-seqs 204, or",
-    ),
+    ({"num_speculative_tokens": 4}, ADAPTERS, "use num_speculative_tokens=3, --max-num-seqs 204, or"),
     ({**AUTO, "max_num_speculative_tokens": 6}, ADAPTERS, "use max_num_speculative_tokens=3, "),
     (AUTO, {**ADAPTERS, "max_num_seqs": 600}, "use --max-num-seqs 512, or --max-num-batched-tokens 1200"),
     ({"draft_weights": "int3"}, {}, "use one of 'target', 'int4', 'int8'"),
@@ -335,11 +323,8 @@ def test_adaptive_verification_needs_cuda_graphs(model_dir, monkeypatch):
     with pytest.raises(MagicDecConfigError, match="needs CUDA graphs; remove --enforce-eager, or this"):
         configure(model_dir, adaptive, enforce_eager=True)
     target = configure(model_dir, {"method": METHOD}).speculative_config.target_model_config
-    parallel = ParallelConfig()
-    spec = MagicDecSpeculativeConfig(
-        **adaptive, target_model_config=target, target_parallel_config=parallel
-    )
-    assert spec.enable_adaptive_verification and replace(spec).enable_adaptive_verification
+    both = {"target_model_config": target, "target_parallel_config": ParallelConfig()}
+    assert replace(MagicDecSpeculativeConfig(**adaptive, **both)).enable_adaptive_verification
 
 
 @pytest.mark.parametrize(
