@@ -12,6 +12,11 @@ def draft_of(worker: Any) -> Any:
     return getattr(runner, "drafter", None) or runner.speculator
 
 
+def noted(worker: Any) -> Any:
+    """Return what the watching function of this module notes."""
+    return worker.noted
+
+
 def latest_selection(worker: Any) -> dict[str, Any]:
     selections = draft_of(worker)._drafter._views[0]._selections
     row = selections.rows([list(selections._selected_at)[-1]])
@@ -122,9 +127,8 @@ def draft_twice(worker: Any) -> None:
     import torch
 
     runner = draft_of(worker)
-    drafter = runner._drafter
-    loop = drafter._loop
-    compared = Counter(rounds=0, different=0, other_logits=0, not_kept=0, passes=0)
+    loop = runner._drafter._loop
+    compared = worker.noted = Counter(rounds=0, different=0, other_logits=0, not_kept=0, passes=0)
     read = runner.draft_logits  # None for greedy drafts
     latest: list[torch.Tensor] = []
     if read is not None:
@@ -178,15 +182,10 @@ def draft_twice(worker: Any) -> None:
         return drafts
 
     loop.draft = draft
-    drafter.compared = compared
-
-
-def drafted_twice(worker: Any) -> dict[str, int]:
-    return dict(draft_of(worker)._drafter.compared)
 
 
 def note_inputs(worker: Any) -> None:
-    names = worker.noted_inputs = set()
+    names = worker.noted = set()
 
     def note(model: Any, args: Any, inputs: dict[str, Any]) -> None:
         names.add(tuple(sorted(name for name, value in inputs.items() if value is not None)))
@@ -194,32 +193,22 @@ def note_inputs(worker: Any) -> None:
     worker.model_runner.get_model().register_forward_pre_hook(note, with_kwargs=True)
 
 
-def noted_inputs(worker: Any) -> list[tuple[str, ...]]:
-    return sorted(worker.noted_inputs)
-
-
 def note_saves(worker: Any) -> None:
-    from collections import Counter
-
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector = get_kv_transfer_group()
-    worker.noted_steps, worker.noted_saves = [], Counter()
+    counted = worker.noted = {"steps": 0, "saves": {}}
     bind, save = connector.bind_connector_metadata, connector.save_kv_layer
 
     def bind_and_note(metadata: Any) -> None:
-        worker.noted_steps.append(metadata)
+        counted["steps"] += 1
         bind(metadata)
 
     def save_and_note(layer_name: str, *args: Any, **kwargs: Any) -> None:
-        worker.noted_saves[layer_name] += 1
+        counted["saves"][layer_name] = counted["saves"].get(layer_name, 0) + 1
         save(layer_name, *args, **kwargs)
 
     connector.bind_connector_metadata, connector.save_kv_layer = bind_and_note, save_and_note
-
-
-def noted_saves(worker: Any) -> tuple[int, list[int]]:
-    return len(worker.noted_steps), list(worker.noted_saves.values())
 
 
 def watch_draft_cache(worker: Any) -> None:
@@ -230,7 +219,7 @@ def watch_draft_cache(worker: Any) -> None:
     """
     proposer = draft_of(worker)
     cache, is_v2 = proposer._cache, worker.vllm_config.use_v2_model_runner
-    seen = worker._draft_cache = {"tokens": 0, "difference": 0.0, "catch_up": 0, "lag": 0}
+    seen = worker.noted = {"tokens": 0, "difference": 0.0, "catch_up": 0, "lag": 0}
     catch_up = cache.catch_up
     names = sorted(proposer.draft_attn_layer_names if is_v2 else proposer._draft_attn_layer_names)
     pairs = [(name, name.removeprefix("draft_model.")) for name in names]
@@ -292,10 +281,6 @@ def read_prompts_late(worker: Any) -> None:
     cache.catch_up = catch_up_late
 
 
-def watched_draft_cache(worker: Any) -> dict[str, float]:
-    return worker._draft_cache
-
-
 def adaptive_costs(worker: Any) -> tuple[float, float]:
     of_drafts, of_verification = worker.model_runner.adaptive_verification.cost_tables
     return float(of_drafts[1]), float(of_verification[1])
@@ -330,11 +315,11 @@ def count_replays(worker: Any) -> dict[int, int]:
 
 def watch_draft_steps(worker: Any) -> None:
     draft = draft_of(worker)
-    draft.steps_seen = {"graph": 0, "flashinfer": 0, "eager": 0}
+    seen = worker.noted = {"graph": 0, "flashinfer": 0, "eager": 0}
     forward = draft.forward_and_sample
 
     def forward_and_count(*args: Any) -> Any:
-        draft.steps_seen["eager"] += 1
+        seen["eager"] += 1
         return forward(*args)
 
     draft.forward_and_sample = forward_and_count
@@ -343,19 +328,15 @@ def watch_draft_steps(worker: Any) -> None:
         run_fullgraph = graphs.run_fullgraph
 
         def run_and_count(desc: Any) -> Any:
-            draft.steps_seen["graph"] += 1
+            seen["graph"] += 1
             # Graphs for views of a common length exist only with FlashInfer.
-            draft.steps_seen["flashinfer"] += desc.common_len is not None
+            seen["flashinfer"] += desc.common_len is not None
             return run_fullgraph(desc)
 
         graphs.run_fullgraph = run_and_count
 
     for graphs in draft._graphs._graphs.values():
         count_graphs_of(graphs)
-
-
-def count_draft_steps(worker: Any) -> dict[str, int]:
-    return draft_of(worker).steps_seen
 
 
 def believe_in_uniform_drafts(worker: Any) -> None:

@@ -85,15 +85,13 @@ def generate_after_reload(llm: Any, batches: list[dict[str, Any]], weights: str)
 def generate_and_note_inputs(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
     """`generate`; also returns the names of the inputs of forward passes of the target."""
     in_workers(llm, "note_inputs")
-    return {"batches": generate(llm, batches), "inputs": in_workers(llm, "noted_inputs")[0]}
+    return {"batches": generate(llm, batches), "inputs": sorted(in_workers(llm, "noted")[0])}
 
 
 def generate_and_note_saves(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
     """`generate`; also counts the steps that a KV connector saw, and its saves of each layer."""
     in_workers(llm, "note_saves")
-    results = generate(llm, batches)
-    steps, saves = in_workers(llm, "noted_saves")[0]
-    return {"batches": results, "steps": steps, "saves": saves}
+    return {"batches": generate(llm, batches), **in_workers(llm, "noted")[0]}
 
 
 def generate_with_random_schedule(llm: Any, batches: list[dict[str, Any]], seed: int) -> dict[str, Any]:
@@ -177,7 +175,7 @@ def generate_and_draft_twice(llm: Any, batches: list[dict[str, Any]]) -> dict[st
     "other_logits" in V2's rejection sampler.
     """
     in_workers(llm, "draft_twice")
-    return {"batches": generate(llm, batches), **in_workers(llm, "drafted_twice")[0]}
+    return {"batches": generate(llm, batches), **in_workers(llm, "noted")[0]}
 
 
 def generate_and_count_drafts(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
@@ -189,30 +187,8 @@ def generate_and_count_drafts(llm: Any, batches: list[dict[str, Any]]) -> dict[s
     return {"batches": result["batches"], "drafted": drafted, "accepted": accepted}
 
 
-def abort_half_while_decoding(llm: Any, batch: dict[str, Any], steps_before_abort: int) -> Any:
-    """Abort every second request after some engine steps; return the others' tokens by index."""
-    engine = llm.llm_engine
-    for index, ids in enumerate(batch["prompts"]):
-        engine.add_request(str(index), {"prompt_token_ids": ids}, _sampling_params(batch["sampling"]))
-    tokens: dict[str, list[int]] = {}
-    steps = 0
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            if output.finished:
-                tokens[output.request_id] = list(output.outputs[0].token_ids)
-        steps += 1
-        if steps == steps_before_abort:
-            engine.abort_request([str(i) for i in range(0, len(batch["prompts"]), 2)])
-    return tokens
-
-
-def watched_spire_cache(llm: Any) -> dict[str, float]:
-    """Return the least number of compared tokens and the largest difference over all ranks."""
-    ranks = in_workers(llm, "noted_spire_cache")
-    return {
-        "tokens": min(rank["tokens"] for rank in ranks),
-        "difference": max(rank["difference"] for rank in ranks),
-    }
+def noted_by_ranks(llm: Any) -> list[Any]:
+    return in_workers(llm, "noted")
 
 
 def generate_and_note_spire_drafts(llm: Any, batches: list[dict[str, Any]], path: str) -> Any:

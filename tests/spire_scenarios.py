@@ -17,7 +17,7 @@ def watch_spire_cache(worker: Any) -> None:
     """
     draft = draft_of(worker)
     first, cache, groups = draft.model.fields.aux_layers[0], draft._cache, draft._drafter.groups
-    seen = worker._spire_cache = {"tokens": 0, "difference": 0.0}
+    seen = worker.noted = {"tokens": 0, "difference": 0.0}
     pairs = []
     for name in (name for group in groups for name in group.layer_names):
         index, rest = name.removeprefix(DRAFT_PREFIX).split(".", 1)
@@ -47,11 +47,6 @@ def _never_wait(cache: Any) -> None:
 
     cache.write_verified = without_reads(cache.write_verified)
     cache.write_drafted = without_reads(cache.write_drafted)
-
-
-def noted_spire_cache(worker: Any) -> dict[str, float]:
-    """Return the number of tokens compared and the largest difference."""
-    return worker._spire_cache
 
 
 def break_memory(worker: Any) -> None:

@@ -56,7 +56,7 @@ def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain, case):
             ("watch_draft_steps", {}),
             ("generate_and_count_drafts", {"batches": [batch]}),
             ("count_replays", {}),
-            ("count_draft_steps", {}),
+            ("noted", {}),
         ],
         **V2_ENGINE,
         enable_prefix_caching=False,

@@ -51,7 +51,7 @@ def run_with_graphs(prompts: list[list[int]], spec: dict[str, Any], **engine: An
         [
             ("watch_draft_steps", {}),
             ("generate", {"batches": [{"prompts": prompts, "sampling": GREEDY}]}),
-            ("count_draft_steps", {}),
+            ("noted", {}),
         ],
         v2=True,
         enforce_eager=False,
