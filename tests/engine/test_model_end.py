@@ -5,7 +5,7 @@ import engines
 import pytest
 import spire_drafts
 import texts
-from draft_engines import drafting_with
+from draft_engines import V2_ENGINE, drafting_with
 from engines import MODEL, POLICIES, magicdec
 from greedy import GREEDY, assert_same_tokens
 from test_draft_lookup import lookup_metrics
@@ -14,7 +14,6 @@ pytestmark = pytest.mark.extended
 
 MODEL_LEN = 256
 ENGINE = {"max_model_len": MODEL_LEN, "max_num_seqs": 8}
-V2_ENGINE = {**ENGINE, "v2": True, "max_num_seqs": 4, "num_gpu_blocks_override": 257}
 CASES = {
     "streamingllm": magicdec(16, draft_kv_budget=192),
     "verify-topk": magicdec(16, draft_kv_budget=192, **POLICIES["verify-topk"]),
@@ -55,13 +54,12 @@ def test_answers_are_plain_decodings(tmp_path, batch, truth, case):
 def test_answers_are_plain_decodings_on_the_v2_runner(batch, truth, on_device):
     """Requests have fewer drafts than the tensor for vLLM's runner has columns."""
     few = {**batch, "prompts": batch["prompts"][:18:3]}
+    fields = {"draft_kv_budget": 64, "draft_lookup": "on", "draft_sample_method": "probabilistic"}
     run = engines.run(
         [("generate_with_random_lookups", {"batches": [few], "seed": 3})],
         env={"MAGICDEC_TEST_TOKENS_ON_DEVICE": "1"} if on_device else None,
-        speculative_config=magicdec(
-            8, draft_kv_budget=64, draft_lookup="on", draft_sample_method="probabilistic"
-        ),
-        **V2_ENGINE,
+        speculative_config=magicdec(8, **fields),
+        **{**V2_ENGINE, **ENGINE, "max_num_seqs": 4},
     )
     assert_same_tokens(truth[:18:3], run.results[0][0], "the model's end, V2 runner")
     assert run.v2_runner and run.draft_failures == 0
