@@ -52,19 +52,10 @@ def within_the_limit():
     assert took_s < TIME_LIMIT_S, f"{took_s:.1f} s"
 
 
-def cases(number: int):
-    """Run cases, each within the limit; conftest.py sets whether they are the same every time."""
-    case_settings = settings(
-        max_examples=number,
-        database=None,
-        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-    )
-
-    def apply(test):
-        test.hypothesis.inner_test = within_the_limit()(test.hypothesis.inner_test)
-        return case_settings(test)
-
-    return apply
+def cases(number: int) -> settings:
+    """Return settings for this number; conftest.py sets whether the cases are the same every time."""
+    ignored = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    return settings(max_examples=number, database=None, suppress_health_check=ignored)
 
 
 PATHS = [
@@ -193,6 +184,7 @@ def accepted_or_refused(model_dir, draft, fields, suspects, **engine) -> None:
     if fields.get("model") == DRAFT:
         fields = {**fields, "model": draft}
     try:
-        configure(model_dir, fields, **engine)
+        with within_the_limit():
+            configure(model_dir, fields, **engine)
     except MagicDecConfigError as error:
         assert_one_sentence(str(error), suspects)

@@ -179,14 +179,9 @@ def test_auto_drafts_what_a_step_with_adapters_has_room_for(model_dir, max_num_s
 
 
 def test_other_errors_of_engines_with_adapters_stay_vllms(model_dir):
+    twice = {"attention_backend": "FLASH_ATTN", "attention_config": {"backend": "FLASH_ATTN"}}
     with pytest.raises(ValueError, match="mutually exclusive"):
-        configure(
-            model_dir,
-            {"method": METHOD, "num_speculative_tokens": 1},
-            **ADAPTERS,
-            attention_backend="FLASH_ATTN",
-            attention_config={"backend": "FLASH_ATTN"},
-        )
+        configure(model_dir, {"method": METHOD, "num_speculative_tokens": 1}, **ADAPTERS, **twice)
 
 
 AUTO = {"num_speculative_tokens": "auto"}

@@ -85,8 +85,10 @@ def test_view_of_training_may_be_given_and_is_clipped_to_the_model(target, draft
 
 
 def test_configuration_survives_copies(target, draft):
-    config = configure(target, draft, num_speculative_tokens="auto")
+    """Under `auto`, the target may verify lookups without the draft."""
+    config = configure(target, draft, num_speculative_tokens="auto", draft_lookup="on")
     spec = config.speculative_config
+    assert spec.draft_lookup == "on"
     for copied in (pickle.loads(pickle.dumps(config)).speculative_config, copy.copy(spec), replace(spec)):
         assert repr(copied) == repr(spec) and copied.spire == spec.spire
         assert copied.policy is spec.policy and copied.draft_kv_budget == spec.draft_kv_budget
@@ -137,12 +139,6 @@ def test_link_loop_is_refused(target, tmp_path):
     (tmp_path / "tokenizer.json").symlink_to(tmp_path / "tokenizer.json")
     with pytest.raises(MagicDecConfigError, match="is not trusted: it is a link that leads to itself"):
         configure(target, draft)
-
-
-def test_lookups_may_skip_the_draft(target, draft):
-    """Under `auto`, the target may verify them without the draft."""
-    spec = configure(target, draft, num_speculative_tokens="auto", draft_lookup="on").speculative_config
-    assert spec.draft_lookup == "on"
 
 
 def test_lookups_work_without_feedback_memory(target, tmp_path, monkeypatch):
