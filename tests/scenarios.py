@@ -147,17 +147,18 @@ def generate_under_faults(llm: Any, batches: list[dict[str, Any]], faults: list[
     for fault in faults:
         in_workers(llm, "forget_failures")
         Path(file).write_text(fault)
-        results.append(_generate_and_count(llm, batches))
+        results.append(generate_and_count(llm, batches))
     return results
 
 
 def generate_with_a_cut_file(llm: Any, batches: list[dict[str, Any]], path: str) -> Any:
     """`generate` after halving a file that the engine has mapped; also returns counter increments."""
     os.truncate(path, os.path.getsize(path) // 2)
-    return _generate_and_count(llm, batches)
+    return generate_and_count(llm, batches)
 
 
-def _generate_and_count(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
+def generate_and_count(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
+    """`generate`; also returns the increments of the counters of drafts."""
     before = metrics_of(llm)
     results = generate(llm, batches)
     counted = {
@@ -176,15 +177,6 @@ def generate_and_draft_twice(llm: Any, batches: list[dict[str, Any]]) -> dict[st
     """
     in_workers(llm, "draft_twice")
     return {"batches": generate(llm, batches), **in_workers(llm, "noted")[0]}
-
-
-def generate_and_count_drafts(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
-    """`generate`; also returns the numbers of drafted and accepted tokens."""
-    result = _generate_and_count(llm, batches)
-    drafted, accepted = (
-        result["counted"][f"vllm:spec_decode_num_{what}_tokens"] for what in ("draft", "accepted")
-    )
-    return {"batches": result["batches"], "drafted": drafted, "accepted": accepted}
 
 
 def noted_by_ranks(llm: Any) -> list[Any]:

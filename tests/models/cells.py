@@ -2,7 +2,6 @@
 """Cells of the matrix (a family on a runner with a policy and a budget), and how to run one."""
 
 import random
-from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ import engines
 import torchvision_for_tests
 from checkpoints import checkpoint
 from engines import POLICIES, magicdec
-from families import FAMILIES, IMAGE_PAD, RUNNERS, VIDEO_PAD, VISION_END, VISION_START, VOCAB_SIZE, Family
+from families import IMAGE_PAD, VIDEO_PAD, VISION_END, VISION_START, VOCAB_SIZE, Family
 from greedy import GREEDY
 
 MODEL_LEN = 704  # tokens
@@ -45,18 +44,10 @@ class Cell(NamedTuple):
     family: Family
     runner: str
     policy: str
-    budget: int  # tokens
+    budget: int = BUDGET
 
     def __str__(self) -> str:
         return f"{self.family.name}, {self.runner}, {self.policy}, {self.budget} tokens"
-
-
-def cells() -> Iterator[Cell]:
-    """Every family on both runners with every policy."""
-    for family in FAMILIES:
-        for runner in RUNNERS:
-            for policy in POLICIES:
-                yield Cell(family, runner, policy, BUDGET)
 
 
 @cache
@@ -121,7 +112,7 @@ def answer(cell: Cell) -> Answers:
     sampling = {**SAMPLING, "max_tokens": num_tokens(runner)}
     batches = [{"prompts": [prompts(family)[i] for i in part], "sampling": sampling} for part in parts]
     run = engines.run(
-        [("generate_and_count_drafts", {"batches": [batch]}) for batch in batches],
+        [("generate_and_count", {"batches": [batch]}) for batch in batches],
         v2=v2,
         speculative_config=magicdec(GAMMA, draft_kv_budget=budget, **POLICIES[policy]),
         **engine(family),
@@ -131,7 +122,8 @@ def answer(cell: Cell) -> Answers:
         dict(zip(part, got["batches"][0], strict=True))
         for part, got in zip(parts, run.results, strict=True)
     )
-    counts = run.results[0]["drafted"], run.results[0]["accepted"]
+    counted = run.results[0]["counted"]
+    counts = (counted[engines.SPEC_METRIC + name] for name in ("draft_tokens", "accepted_tokens"))
     return Answers(within, *counts, every, again[0] if again else {}, run)
 
 

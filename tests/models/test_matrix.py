@@ -5,7 +5,9 @@
 MAGICDEC_TEST_ALL_MODELS=1 every cell of docs/models.md.
 """
 
+import itertools
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -16,7 +18,7 @@ import pytest
 import torch
 import transformers
 from checkpoints import checkpoint, model_class
-from families import FAMILIES, Family
+from families import FAMILIES, RUNNERS, Family
 from greedy import ROUNDING, assert_same_tokens, first_tokens
 
 # Difference of logits computed with sums in another order; their standard deviation is a few units.
@@ -53,25 +55,15 @@ EXTENDED = {
 }
 
 
-def _runs(cell: cells.Cell) -> bool:
-    name, runner, policy = cell.family.name, cell.runner, cell.policy
-    return (
-        (runner == "V1" and FIXED.get(name) == policy)
-        or (name, runner, policy) in EXTENDED
-        or "MAGICDEC_TEST_ALL_MODELS" in os.environ
-    )
-
-
-def _together(family: Family) -> pytest.MarkDecorator:
-    """Run a family's tests in one pytest-xdist worker: they share a model and plain decoding's answers."""
-    return pytest.mark.xdist_group(f"models: {family.name}")
-
-
-def _parameter(cell: cells.Cell) -> Any:
-    marks = [_together(cell.family)]
-    if cell.runner != "V1" or FIXED.get(cell.family.name) != cell.policy:
-        marks.append(pytest.mark.extended)
-    return pytest.param(cell, id=str(cell), marks=marks)
+def parameters() -> Iterator[Any]:
+    """Yield the cells; a family's run in one pytest-xdist worker, which share plain decoding's answers."""
+    for family, runner, policy in itertools.product(FAMILIES, RUNNERS, engines.POLICIES):
+        is_fixed = runner == "V1" and FIXED.get(family.name) == policy
+        is_extended = (family.name, runner, policy) in EXTENDED or "MAGICDEC_TEST_ALL_MODELS" in os.environ
+        if is_fixed or is_extended:
+            marks = [pytest.mark.xdist_group(f"models: {family.name}")]
+            cell = cells.Cell(family, runner, policy)
+            yield pytest.param(cell, id=str(cell), marks=marks + [pytest.mark.extended] * (not is_fixed))
 
 
 @cache
@@ -105,7 +97,7 @@ def transformers_model(family: Family) -> torch.nn.Module:
     return model_class(family).from_pretrained(path, config=config, dtype=torch.float32, **attention).eval()
 
 
-@pytest.mark.parametrize("cell", [_parameter(cell) for cell in cells.cells() if _runs(cell)])
+@pytest.mark.parametrize("cell", parameters())
 def test_tokens_are_plain_decodings_and_full_views_are_accepted(cell):
     family = cell.family
     sentence = family.refusals.get(cell.policy)
@@ -137,31 +129,27 @@ def test_mla_without_scaled_rope_is_refused_on_cpus():
     """tests/attention/rope_of_mla.py demonstrates vLLM's bug."""
     mla = BY_NAME["DeepSeek-V2"]
     unscaled = {name: value for name, value in mla.sizes.items() if name != "rope_parameters"}
-    cell = cells.Cell(replace(mla, sizes=unscaled, name="unscaled"), "V1", "streamingllm", cells.BUDGET)
+    cell = cells.Cell(replace(mla, sizes=unscaled, name="unscaled"), "V1", "streamingllm")
     with pytest.raises(engines.RefusedError, match="rotates queries of MLA models without RoPE scaling"):
         cells.answer(cell)
 
 
 @pytest.mark.extended
-@pytest.mark.xdist_group("models: gpt-oss")
-def test_layers_with_and_without_a_window_in_one_group():
-    """--disable-hybrid-kv-cache-manager puts them into one group."""
-    family = BY_NAME["gpt-oss"]
-    together = replace(family, engine={**family.engine, "disable_hybrid_kv_cache_manager": True})
-    answers = cells.answer(cells.Cell(together, "V1", "streamingllm", cells.MODEL_LEN))
+@pytest.mark.parametrize(
+    ("name", "engine", "budget"),
+    [
+        # Layers with and without a window are in one group.
+        ("gpt-oss", {"disable_hybrid_kv_cache_manager": True}, cells.MODEL_LEN),
+        ("Gemma 3", {}, 64),  # below the window, which it cuts
+    ],
+)
+def test_windows_in_one_group_or_beyond_the_budget(name, engine, budget):
+    family = BY_NAME[name]
+    assert budget == cells.MODEL_LEN or budget < family.sizes["sliding_window"]
+    changed = replace(family, engine={**family.engine, **engine})
+    answers = cells.answer(cells.Cell(changed, "V1", "streamingllm", budget))
     for got in (answers.within, answers.every):
-        assert_true(cells.Cell(family, "V1", "streamingllm", cells.MODEL_LEN), got, "one group")
-    assert answers.run.accepted == answers.run.drafted > 0
-    assert answers.run.draft_failures == 0
-
-
-@pytest.mark.extended
-@pytest.mark.xdist_group("models: Gemma 3")
-def test_a_budget_below_the_window_cuts_it():
-    cell = cells.Cell(BY_NAME["Gemma 3"], "V1", "streamingllm", budget=64)
-    assert cell.budget < cell.family.sizes["sliding_window"]
-    answers = cells.answer(cell)
-    assert_true(cell, answers.every, "all")
+        assert_true(cells.Cell(family, "V1", "streamingllm", budget), got, "windows")
     assert answers.accepted_within == answers.drafted_within > 0
     assert answers.run.draft_failures == 0
 
