@@ -249,6 +249,20 @@ def _telling_part(log: str) -> str:
     return log[first : first + 8000] + "\n...\n" + log[-2000:]
 
 
+def run_tests(file: str, *options: str, env: Mapping[str, str] | None = None) -> None:
+    """Assert that the tests of a file in attention/ pass in a process with this environment."""
+    pytest_alone = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-q"]
+    child = subprocess.run(
+        [*pytest_alone, *options, str(HERE / "attention" / file)],
+        cwd=HERE.parent,
+        env=environment(**(env or {})),
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT_S,
+    )
+    assert child.returncode == 0, child.stdout[-6000:] + child.stderr[-2000:]
+
+
 def generate(prompts: list[list[int]], sampling: Any, **engine: Any) -> EngineRun:
     """Run an engine with one batch of token-id prompts."""
     return run([("generate", {"batches": [{"prompts": prompts, "sampling": sampling}]})], **engine)

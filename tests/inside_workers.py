@@ -324,19 +324,15 @@ def watch_draft_steps(worker: Any) -> None:
 
     draft.forward_and_sample = forward_and_count
 
-    def count_graphs_of(graphs: Any) -> None:
-        run_fullgraph = graphs.run_fullgraph
+    for graphs in draft._graphs._graphs.values():
 
-        def run_and_count(desc: Any) -> Any:
+        def run_and_count(desc: Any, run_fullgraph: Any = graphs.run_fullgraph) -> Any:
             seen["graph"] += 1
             # Graphs for views of a common length exist only with FlashInfer.
             seen["flashinfer"] += desc.common_len is not None
             return run_fullgraph(desc)
 
         graphs.run_fullgraph = run_and_count
-
-    for graphs in draft._graphs._graphs.values():
-        count_graphs_of(graphs)
 
 
 def believe_in_uniform_drafts(worker: Any) -> None:

@@ -4,38 +4,34 @@
 test_own_caches.py compares its cache with the target's.
 """
 
-from pathlib import Path
-
 import engines
 import pytest
-from draft_engines import V2_ENGINE, V2_TOKENS, WHOLE_LEN, drafting_with, longest, on_v2
-from greedy import GREEDY, assert_same_tokens, first_tokens
+from draft_engines import TINY_DRAFT, V2_ENGINE, WHOLE_LEN, drafting_with, longest, on_v2
+from greedy import GREEDY, assert_same_tokens
 
 pytestmark = pytest.mark.extended
 
-TINY_DRAFT = Path(__file__).parents[2] / "benchmarks" / "tiny-draft"
-HYBRID = TINY_DRAFT.parent / "tiny-hybrid"
+HYBRID = TINY_DRAFT.with_name("tiny-hybrid")
 
 
 @pytest.mark.parametrize("v2", [False, True], ids=["V1 runner, lookups", "V2 runner"])
 def test_failed_drafting_loses_no_request(prompts, plain, v2):
-    chosen, batch = on_v2(prompts)
-    run = engines.run(
-        [("generate", {"batches": [batch]})],
+    batch, expected = on_v2(prompts, plain)
+    run = engines.generate(
+        **batch,
         **{**V2_ENGINE, "v2": v2},
         strict=False,
         env={engines.FAULT: "selection"},
         speculative_config=drafting_with(TINY_DRAFT, draft_lookup="off" if v2 else "on"),
     )
-    expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]
     assert_same_tokens(expected, run.results[0][0], "broken drafting")
     assert run.v2_runner == v2 and run.draft_failures > 3  # then it pauses
 
 
 @pytest.mark.parametrize(("draft", "v2"), [(TINY_DRAFT, False), (HYBRID, False), (HYBRID, True)])
-def test_targets_and_drafts_may_have_layers_with_a_window(prompts, draft, v2):
+def test_targets_and_drafts_may_have_layers_with_a_window(prompts, plain, draft, v2):
     """The KV cache then has groups of layers with separate block tables, among them the draft's."""
-    _, batch = on_v2(prompts)
+    batch, _ = on_v2(prompts, plain)
     if not v2:
         batch = {"prompts": [prompts[i] for i in longest(prompts)] + prompts[:6], "sampling": GREEDY}
     length = 1024 if v2 else WHOLE_LEN

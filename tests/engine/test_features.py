@@ -4,8 +4,9 @@
 import engines
 import pytest
 import texts
+from draft_engines import few
 from engines import POLICIES, magicdec
-from greedy import GREEDY, assert_same_tokens, first_tokens
+from greedy import GREEDY, assert_same_tokens
 
 pytestmark = pytest.mark.extended
 
@@ -44,8 +45,7 @@ def test_drafting_adds_no_weights_no_layers_and_no_kv_cache(plain_run):
 @pytest.mark.parametrize(("v2", "takes_embeddings"), [(False, False), (False, True), (True, True)])
 def test_draft_steps_have_the_inputs_of_the_compiled_target(prompts, plain, v2, takes_embeddings):
     """Multimodal targets take embeddings, and text-only ones with `--enable-prompt-embeds`."""
-    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 600][:6]
-    batch = {"prompts": [prompts[i] for i in chosen], "sampling": {**GREEDY, "max_tokens": 12}}
+    batch, expected = few(prompts, plain, number=6, below=600, tokens=12)
     run = engines.run(
         [("generate_and_note_inputs", {"batches": [batch]})],
         v2=v2,
@@ -55,7 +55,7 @@ def test_draft_steps_have_the_inputs_of_the_compiled_target(prompts, plain, v2, 
         speculative_config=magicdec(4, draft_kv_budget=128, draft_kv_policy="snapkv"),
     )
     (result,) = run.results
-    assert_same_tokens([first_tokens(plain[i], 12) for i in chosen], result["batches"][0], "embeddings")
+    assert_same_tokens(expected, result["batches"][0], "embeddings")
     assert run.accepted > 0
     assert result["inputs"] == [["inputs_embeds" if takes_embeddings else "input_ids", "positions"]]
 

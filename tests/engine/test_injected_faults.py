@@ -9,14 +9,15 @@ from collections import Counter
 import engines
 import numpy as np
 import pytest
-from engines import MODEL, magicdec
+from draft_engines import few
+from engines import MODEL, POLICIES, magicdec
 from greedy import GREEDY, assert_same_tokens
 
 pytestmark = pytest.mark.extended
 
 FAILURES = "vllm:magicdec_failures:"
 # By fault: the expected counts of failures, and whether some drafts are accepted nevertheless.
-FIXED = {
+V1 = {
     "": ({}, True),
     "batch:last=2": ({"batch": 3}, True),
     "selection:last=2": ({"selection": 3}, True),
@@ -37,25 +38,30 @@ V2 = {
 }
 
 
-def run_under(faults, batch, tmp_path, spec, **engine):
+@pytest.mark.parametrize(
+    ("faults", "fields", "v2"), [(V1, POLICIES["verify-topk"], False), (V2, {}, True)], ids=["V1", "V2"]
+)
+def test_faults_change_no_answer_and_are_counted_by_name(prompts, plain, tmp_path, faults, fields, v2):
+    size = {"number": 3, "below": 300} if v2 else {"number": 6, "below": 700}
+    batch, expected = few(prompts, plain, **size)
+    spec = magicdec(4, draft_kv_budget=128 if v2 else 192, **fields)
     file = tmp_path / "fault"
     file.write_text("")
-    arguments = {"batches": [batch], "faults": list(faults), "file": str(file)}
-    return engines.run(
-        [("generate_under_faults", arguments)],
+    run = engines.run(
+        [("generate_under_faults", {"batches": [batch], "faults": list(faults), "file": str(file)})],
+        v2=v2,
         strict=False,
         env={engines.FAULT: str(file)},
+        max_num_seqs=8,
+        num_gpu_blocks_override=257,
         speculative_config=spec,
-        **engine,
     )
-
-
-def assert_counted(run, faults, expected, what):
-    """Check answers and counters, and that each fault has happened, also those without a counter."""
+    assert run.v2_runner == v2
+    # Also those without a counter have happened.
     for name, times in Counter(fault.partition(":")[0] for fault in faults if fault).items():
         assert run.log.count(f"The fault {name} happens, on purpose") >= times, name
     for result, (fault, (failures, accepts)) in zip(run.results[0], faults.items(), strict=True):
-        assert_same_tokens(expected, result["batches"][0], f"{what}, {fault or 'no fault'}")
+        assert_same_tokens(expected, result["batches"][0], fault or "no fault")
         counted = {
             name.removeprefix(FAILURES): number
             for name, number in result["counted"].items()
@@ -64,24 +70,6 @@ def assert_counted(run, faults, expected, what):
         assert counted == failures, fault
         accepted = result["counted"]["vllm:spec_decode_num_accepted_tokens"]
         assert accepts is None or (accepted > 0) == accepts, (fault, accepted)
-
-
-@pytest.mark.parametrize(
-    ("faults", "fields", "v2"),
-    [
-        (FIXED, {"draft_kv_policy": "verify-topk"}, False),
-        (V2, {}, True),
-    ],
-    ids=["V1 runner", "V2 runner"],
-)
-def test_faults_change_no_answer_and_are_counted_by_name(prompts, plain, tmp_path, faults, fields, v2):
-    most_tokens, number = (300, 3) if v2 else (700, 6)
-    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < most_tokens][:number]
-    batch = {"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}
-    spec = magicdec(4, draft_kv_budget=128 if v2 else 192, **fields)
-    run = run_under(faults, batch, tmp_path, spec, v2=v2, max_num_seqs=8, num_gpu_blocks_override=257)
-    assert run.v2_runner == v2
-    assert_counted(run, faults, [plain[i] for i in chosen], "faults")
     accepted = {
         fault: result["counted"]["vllm:spec_decode_num_accepted_tokens"]
         for result, fault in zip(run.results[0], faults, strict=True)
@@ -92,13 +80,12 @@ def test_faults_change_no_answer_and_are_counted_by_name(prompts, plain, tmp_pat
 
 def test_a_fault_in_capture_leaves_eager_draft_steps(prompts, plain, tmp_path):
     """The second of two recorded graphs fails (recorded_graphs.py)."""
-    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 300][:3]
-    batches = [{"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}]
+    batch, expected = few(prompts, plain, number=3, below=300)
     run = engines.run(
         [
             ("record_graphs", {"sizes": [2, 4]}),
             ("watch_draft_steps", {}),
-            ("generate", {"batches": batches}),
+            ("generate", {"batches": [batch]}),
             ("noted", {}),
         ],
         v2=True,
@@ -110,7 +97,7 @@ def test_a_fault_in_capture_leaves_eager_draft_steps(prompts, plain, tmp_path):
     )
     assert "draft steps run without CUDA graphs, slower: capturing failed" in run.log
     assert "capture, on purpose" in run.log
-    assert_same_tokens([plain[i] for i in chosen], run.results[2][0], "after a capture that failed")
+    assert_same_tokens(expected, run.results[2][0], "after a capture that failed")
     steps = run.results[3]
     assert steps["eager"] > 0 and steps["graph"] == 0
     assert run.metrics[FAILURES + "capture"] == 1

@@ -39,15 +39,7 @@ def adapters(tmp_path_factory):
                 weights[f"{prefix}.lora_A.weight"] = down
                 weights[f"{prefix}.lora_B.weight"] = 0.2 * torch.randn((size, RANK), generator=generator)
         save_file(weights, folder / "adapter_model.safetensors")
-        config = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": str(engines.MODEL),
-            "r": RANK,
-            "lora_alpha": RANK,
-            "target_modules": list(outputs),
-            "bias": "none",
-        }
+        config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": list(outputs)}
         (folder / "adapter_config.json").write_text(json.dumps(config))
         numbered.append([number, str(folder)])
     return numbered

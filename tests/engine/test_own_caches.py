@@ -10,9 +10,9 @@ import engines
 import pytest
 import spire_drafts
 import torch
-from draft_engines import V2_ENGINE, V2_TOKENS, WHOLE_LEN, drafting_with, on_v2
+from draft_engines import V2_ENGINE, WHOLE_LEN, drafting_with, few, on_v2
 from engines import MODEL
-from greedy import GREEDY, assert_same_tokens, first_tokens
+from greedy import GREEDY, assert_same_tokens
 
 pytestmark = pytest.mark.extended
 
@@ -57,10 +57,7 @@ def test_it_holds_the_verified_tokens(prompts, plain, models, draft, lookup, v2)
     Without lookups the number of drafts changes at random, 0 included. A full page is complete in the
     draft's cache before the prefix cache shares it. On V2 no write of SPIRe's memory waits for the device.
     """
-    batch, expected = {"prompts": prompts, "sampling": GREEDY}, plain
-    if v2:
-        chosen, batch = on_v2(prompts)
-        expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]
+    batch, expected = on_v2(prompts, plain) if v2 else ({"prompts": prompts, "sampling": GREEDY}, plain)
     batches = [batch, {**batch, "prompts": batch["prompts"][::-1]}]
     varied = ("generate_with_random_schedule", {"batches": batches, "seed": 2})
     engine = {"max_model_len": WHOLE_LEN, "max_num_seqs": 16, "max_num_batched_tokens": 256}
@@ -89,10 +86,9 @@ def test_it_holds_the_verified_tokens(prompts, plain, models, draft, lookup, v2)
 
 @engines.needs_tensor_parallel
 def test_with_tensor_parallel_2_every_rank_holds_the_memory_of_its_heads(prompts, plain, models):
-    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 1000][:16]
-    batch = {"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}
+    batch, expected = few(prompts, plain, number=16, below=1000)
     run, [[result]], _ = run_watched(
         models, SPIRE, [("generate", {"batches": [batch]})], **engines.TENSOR_PARALLEL_2, max_num_seqs=8
     )
-    assert_same_tokens([plain[i] for i in chosen], result, "tensor parallel 2")
+    assert_same_tokens(expected, result, "tensor parallel 2")
     assert run.accepted > 0

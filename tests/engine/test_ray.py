@@ -144,18 +144,15 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory):
-    """Write texts to files of all three types; return the folder and each document's text by name."""
+    """Write texts to a file of each type; return the folder and each document's text by name."""
     folder = tmp_path_factory.mktemp("documents")
-    rows = [texts.tokenizer().decode(ids) for ids in texts.prompts(NUM_DOCUMENTS, 50, 400, seed=7)]
-    by_name = {}
-    for index, text in enumerate(rows[:4]):
-        (folder / f"{index}.txt").write_text(text)
-        by_name[f"{folder}/{index}.txt"] = text
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows[4:20]))
-    by_name |= {f"{folder}/rows.jsonl#{index}": text for index, text in enumerate(rows[4:20])}
+    first, *rows = (texts.tokenizer().decode(ids) for ids in texts.prompts(NUM_DOCUMENTS, 50, 400, seed=7))
+    (folder / "0.txt").write_text(first)
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows[:20]))
     pq.write_table(pa.table({"text": rows[20:]}), folder / "table.parquet")
-    by_name |= {f"{folder}/table.parquet#{index}": text for index, text in enumerate(rows[20:])}
-    return folder, by_name
+    by_name = {f"{folder}/0.txt": first}
+    by_name |= {f"{folder}/rows.jsonl#{index}": text for index, text in enumerate(rows[:20])}
+    return folder, by_name | {f"{folder}/table.parquet#{i}": text for i, text in enumerate(rows[20:])}
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +254,7 @@ def test_an_interrupted_job_resumes_and_a_dying_replica_loses_nothing(
         job.wait(TIME_LIMIT_S)
     said = log.read_text()
     assert job.returncode == 0, said
-    assert f"{NUM_DOCUMENTS} documents in 6 files, of which {before} are answered" in said
+    assert f"{NUM_DOCUMENTS} documents in 3 files, of which {before} are answered" in said
     files = sorted(jobs.answers.glob("*.parquet"))
     rows = [row for file in files for row in pq.read_table(file).to_pylist()]
     assert sorted(row["document"] for row in rows) == sorted(by_name), "each one once"
@@ -266,7 +263,6 @@ def test_an_interrupted_job_resumes_and_a_dying_replica_loses_nothing(
     assert same >= NUM_DOCUMENTS - 1  # a near-tie may fall the other way; test_greedy.py judges those
     for row in rows:
         assert row["rounds"] > 0 and row["drafted"] >= row["accepted"] >= 0
-        assert row["acceptance_length"] == pytest.approx(1 + row["accepted"] / row["rounds"], rel=1e-5)
     assert f"all {NUM_DOCUMENTS} documents" in said
 
 

@@ -203,15 +203,14 @@ INTERPRETED = {
     "V2, few samples, SPIRe": Case(PROBABILISTIC, model="spire", is_interpreted=True),
     "V2, few samples, lookups": looked_up("verify-topk", "with_random_lookups", is_interpreted=True),
 }
+ON_V2 = {"v2": True, "max_num_seqs": 64}
 ON_GPU = {
     **{f"V2, {draft}": Case(fields, engine={"v2": True}) for draft, fields in DRAFTS.items()},
     "V2, a draft model": Case(PROBABILISTIC, model="similar", engine={"v2": True}),
     "V2, SPIRe": Case(PROBABILISTIC, model="spire", engine={"v2": True}),
     # A round has a random number of passes, 0 included; a wide pass takes 256 tokens.
     **{
-        f"V2, {draft} with lookups": looked_up(
-            draft, "with_random_lookups", engine={"v2": True, "max_num_seqs": 64}
-        )
+        f"V2, {draft} with lookups": looked_up(draft, "with_random_lookups", engine=ON_V2)
         for draft in DRAFTS
         if "token" not in draft
     },
@@ -234,7 +233,7 @@ def test_sampled_continuations_have_the_targets_distribution(request, small_voca
     truth, engine = "plain_samples", dict(case.engine)
     if case.is_interpreted:
         truth = "plain_samples_without_limits"
-        engine |= {"v2": True, "max_num_seqs": 64, "num_samples": V2_SAMPLES, "sampling": UNLIMITED}
+        engine |= {**ON_V2, "num_samples": V2_SAMPLES, "sampling": UNLIMITED}
     run = assert_same_distribution(
         request.getfixturevalue(truth),
         small_vocabulary_model,

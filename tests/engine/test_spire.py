@@ -1,30 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A SPIRe draft (a `model` trained by `magicdec train-draft`) follows its equations, losslessly.
 
-Nobody has trained the drafts here: they are the target's last blocks, with noise or without.
+Nobody has trained the drafts of the equations: they are the target's last blocks with noise.
 """
-
-from pathlib import Path
 
 import engines
 import pytest
 import spire_drafts
 import texts
 import torch
-from draft_engines import V2_ENGINE, V2_TOKENS, WHOLE_LEN, drafting_with, on_v2
+from draft_engines import TINY_SPIRE, V2_ENGINE, WHOLE_LEN, drafting_with, on_v2
 from engines import MODEL
-from greedy import GREEDY, assert_same_tokens, first_tokens
+from greedy import GREEDY, assert_same_tokens
 
 pytestmark = pytest.mark.extended
-
-TINY_SPIRE = engines.HERE.parent / "benchmarks" / "tiny-spire"
-
-
-@pytest.fixture(scope="module")
-def draft(tmp_path_factory) -> Path:
-    return spire_drafts.write(
-        tmp_path_factory.mktemp("spire"), MODEL, num_layers=2, sinks=3, window=37, noise=0.05
-    )
 
 
 @pytest.mark.parametrize(
@@ -61,15 +50,14 @@ def test_drafts_follow_the_equations(tmp_path, num_layers, feedback_memory, v2, 
 
 
 @pytest.mark.parametrize(("v2", "number"), [(False, "auto"), (True, 4)])
-def test_failed_memory_loses_no_request(prompts, plain, draft, v2, number):
-    chosen, batch = on_v2(prompts)
+def test_failed_memory_loses_no_request(prompts, plain, v2, number):
+    batch, expected = on_v2(prompts, plain)
     run = engines.run(
         [("generate_with_broken_memory", {"batches": [batch]})],
         **{**V2_ENGINE, "v2": v2},
         strict=False,
-        speculative_config=drafting_with(draft, number),
+        speculative_config=drafting_with(TINY_SPIRE, number),
     )
-    expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]
     assert_same_tokens(expected, run.results[0][0], "broken memory")
     assert run.v2_runner == v2 and run.draft_failures > 0
 
@@ -89,10 +77,8 @@ def test_the_shipped_draft_compiles_and_runs_in_separate_processes(prompts, plai
     assert "256 tokens (4 sinks, the 252 latest)" in run.log
 
 
-def test_the_engine_starts_without_weights(prompts, draft):
+def test_the_engine_starts_without_weights(prompts):
     """Benchmarks that measure only speed start it this way."""
-    spec = drafting_with(draft)
-    run = engines.generate(
-        prompts[:2], {**GREEDY, "max_tokens": 4}, load_format="dummy", speculative_config=spec
-    )
+    engine = {"load_format": "dummy", "speculative_config": drafting_with(TINY_SPIRE)}
+    run = engines.generate(prompts[:2], {**GREEDY, "max_tokens": 4}, **engine)
     assert run.draft_failures == 0 and run.drafted > 0

@@ -39,9 +39,6 @@ def test_every_load_runs_on_every_method(tmp_path):
     cells = [(run["method"], run["context"], run["concurrency"]) for run in record["runs"]]
     fixed = [(context, concurrency) for context in (200, 600) for concurrency in (1, 2)]
     assert cells == [(m, *cell) for m in record["methods"] for cell in [*fixed, (600, None)]]
-    rates = {run["rate"] for run in record["runs"] if run["concurrency"] is None}
-    most = max(r["request_throughput"] for r in record["runs"][:4] if r["context"] == 600)
-    assert rates == {float(f"{0.5 * most:.2g}")}
     for run in record["runs"]:
         assert run["completed"] == REQUESTS and run["total_output_tokens"] == REQUESTS * TOKENS
         assert run["total_input_tokens"] == pytest.approx(REQUESTS * run["context"], rel=0.02)
