@@ -21,8 +21,6 @@ pytestmark = [
 NUM_TOKENS = 16
 # Rounding to bfloat16 changes a logprob by less.
 BFLOAT16_TOLERANCE = 0.2
-
-
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
 BY_TOKEN = magicdec(4, draft_kv_budget=256, **POLICIES["snapkv by token"])
 

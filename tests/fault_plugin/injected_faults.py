@@ -13,7 +13,7 @@ start and stop in a running server. The log says when a fault first happens.
 | `batch` | reading the requests of a round raises |
 | `selection` | the policy raises |
 | `third_step` | a pass that makes the third draft of a round raises |
-| `lookup` | a lookup raises |
+| `lookup` | a lookup on the host raises |
 | `controller` | the controller of `auto` raises |
 | `capture` | capturing a CUDA graph of draft steps raises |
 | `slow` | a draft pass takes 20 times as long |

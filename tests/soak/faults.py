@@ -60,13 +60,13 @@ class Faults:
         Time is counted in sleeps, so that a pausing virtual machine does not shorten a window.
         """
         *names, last = FAULTS
-        every_s = MIDDLE * (60 * self.minutes) / len(names)
-        await asyncio.sleep(FIRST * (60 * self.minutes))
+        every_s = MIDDLE * 60 * self.minutes / len(names)
+        await asyncio.sleep(FIRST * 60 * self.minutes)
         for name in names:
             await self._inject(name, 0.3 * every_s)
             await asyncio.sleep(0.7 * every_s)
-        await asyncio.sleep((CONTROLLER - FIRST - MIDDLE) * (60 * self.minutes))
-        await self._inject(last, (1 - CONTROLLER) * (60 * self.minutes))
+        await asyncio.sleep((CONTROLLER - FIRST - MIDDLE) * 60 * self.minutes)
+        await self._inject(last, (1 - CONTROLLER) * 60 * self.minutes)
 
     async def _inject(self, name: str, window_s: float) -> None:
         setting, counters = FAULTS[name]
