@@ -15,40 +15,29 @@ from greedy import GREEDY
 if forced := kernel_libraries.forced():
     kernel_libraries.force(forced)
 
-CPUINFO = Path("/proc/cpuinfo").read_text()
 WITH_ENGINES = ("engine", "models")  # folders
 
 
 def pytest_report_header() -> str:
     """Print the machine and vLLM's kernels, on which the suite's speed depends."""
-    fields = dict(line.split(":", 1) for line in CPUINFO.splitlines() if ":" in line)
-    cpu = {name.strip(): value.strip() for name, value in fields.items()}
+    lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+    cpu = {name.strip(): value.strip() for name, _, value in lines}
     flags = [flag for flag in cpu.get("flags", "").split() if flag.startswith(("avx", "amx"))]
-    family = f"family {cpu.get('cpu family')} model {cpu.get('model')} stepping {cpu.get('stepping')}"
-    kernels = kernel_libraries.best() or "of this platform"
-    return "\n".join(
-        [
-            f"machine: {cpu.get('model name')}, {family}, {os.cpu_count()} cores, {' '.join(flags)}",
-            f"vLLM's kernels: {kernels}",
-        ]
-    )
+    machine = f"machine: {cpu.get('model name')}, {os.cpu_count()} cores, {' '.join(flags)}"
+    return f"{machine}\nvLLM's kernels: {kernel_libraries.best() or 'of this platform'}"
 
 
 def pytest_unconfigure() -> None:
     engines.end_processes()
 
 
-def shares_an_engine(item: pytest.Item) -> bool:
-    """Whether the test uses a module-scoped fixture, which is how tests share engines."""
-    fixtures = item._fixtureinfo.name2fixturedefs.values()
-    return any(definitions[-1].scope == "module" for definitions in fixtures)
-
-
 @pytest.hookimpl(wrapper=True)  # pytest-xdist reads the groups in its own hook, pytest orders the cases
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     for item in items:
-        # One pytest-xdist worker runs the group, so its engine starts once.
-        if shares_an_engine(item):
+        # Tests share engines by fixtures of module scope. One pytest-xdist worker runs the group, so that
+        # its engine starts once.
+        fixtures = item._fixtureinfo.name2fixturedefs.values()
+        if any(definitions[-1].scope == "module" for definitions in fixtures):
             item.add_marker(pytest.mark.xdist_group(item.module.__name__))
     yield
     # Engines first, so that both workers end at the same time.

@@ -4,14 +4,11 @@
 from pathlib import Path
 from typing import Any
 
-from greedy import GREEDY
+from greedy import GREEDY, first_tokens
 
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+TINY_DRAFT, TINY_SPIRE = BENCHMARKS / "tiny-draft", BENCHMARKS / "tiny-spire"
 WHOLE_LEN = 2048  # tokens; no prompt with its answer is longer
-SCHEDULES = {
-    "chunked prefill": {"max_num_batched_tokens": 256},
-    # 80 pages hold the longest request and little else.
-    "preemption": {"num_gpu_blocks_override": 80, "max_num_batched_tokens": WHOLE_LEN, "max_num_seqs": 24},
-}
 
 # vLLM's V2 runner is slow on a CPU, in Triton's interpreter: a few prompts, and engines of few requests.
 V2_TOKENS = 24
@@ -21,11 +18,6 @@ V2_ENGINE = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 512,
     "num_gpu_blocks_override": 257,
-}
-V2_SCHEDULES = {
-    "chunked prefill": {"max_num_batched_tokens": 64},
-    # The longest prompt with its answer, and little else.
-    "preemption": {"num_gpu_blocks_override": 24, "max_model_len": 640},
 }
 
 
@@ -40,8 +32,21 @@ def longest(prompts: list[list[int]]) -> list[int]:
     return sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))[:4]
 
 
-def on_v2(prompts: list[list[int]]) -> tuple[list[int], dict[str, Any]]:
-    """Return the indices of a few prompts, and a batch of them."""
-    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 600][:8]
-    sampling = {**GREEDY, "max_tokens": V2_TOKENS}
-    return chosen, {"prompts": [prompts[i] for i in chosen], "sampling": sampling}
+def few(
+    prompts: list[list[int]],
+    plain: list[dict],
+    *,
+    number: int,
+    below: int,
+    least: int = 0,
+    tokens: int = GREEDY["max_tokens"],
+) -> tuple[dict[str, Any], list[dict]]:
+    """Return a batch of the first prompts of `least` to `below` tokens, and plain decoding's answers."""
+    chosen = [i for i, prompt in enumerate(prompts) if least <= len(prompt) < below][:number]
+    batch = {"prompts": [prompts[i] for i in chosen], "sampling": {**GREEDY, "max_tokens": tokens}}
+    return batch, [first_tokens(plain[i], tokens) for i in chosen]
+
+
+def on_v2(prompts: list[list[int]], plain: list[dict]) -> tuple[dict[str, Any], list[dict]]:
+    """Return a batch for the V2 runner, and plain decoding's answers."""
+    return few(prompts, plain, number=8, below=600, tokens=V2_TOKENS)

@@ -42,7 +42,6 @@ def run_engine(spec: dict[str, Any]) -> dict[str, Any]:
         "metrics": metrics,
         "num_kv_blocks": config.cache_config.num_gpu_blocks,
         "num_lookahead_tokens": config.num_lookahead_tokens,
-        "async_scheduling": config.scheduler_config.async_scheduling,
         "v2_runner": config.use_v2_model_runner,
         "kernel_libraries": sorted(set(llm.collective_rpc(kernel_library))),
     }

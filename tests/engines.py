@@ -68,7 +68,6 @@ class EngineRun:
     metrics: dict[str, Any]
     num_kv_blocks: int
     num_lookahead_tokens: int
-    async_scheduling: bool
     v2_runner: bool
     kernel_libraries: list[str]  # loaded by its workers; see kernel_libraries.py
     log: str
@@ -233,24 +232,35 @@ def run(
     key = frozenset(full.items())
     # vLLM binds only the threads of processes that it starts, and here it starts none.
     process = _processes.pop(key, None) or EngineProcess(full, own_cores())
-    try:
-        result = process.run(spec, time_limit_s)
-    except RefusedError:
-        _keep(key, process)
-        raise
-    _keep(key, process)
-    return result
-
-
-def _keep(key: Any, process: EngineProcess) -> None:
     _processes[key] = process
     end_processes(keep=MAX_PROCESSES)
+    try:
+        return process.run(spec, time_limit_s)
+    except RefusedError:
+        raise
+    except BaseException:
+        del _processes[key]
+        raise
 
 
 def _telling_part(log: str) -> str:
     """Return the first traceback, which is the worker's and the cause, and the end of the log."""
     first = max(0, log.find("Traceback"))
     return log[first : first + 20_000] + "\n...\n" + log[-2000:]
+
+
+def run_tests(file: str, *options: str, env: Mapping[str, str] | None = None) -> None:
+    """Assert that the tests of a file in attention/ pass in a process with this environment."""
+    pytest_alone = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-q"]
+    child = subprocess.run(
+        [*pytest_alone, *options, str(HERE / "attention" / file)],
+        cwd=HERE.parent,
+        env=environment(**(env or {})),
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT_S,
+    )
+    assert child.returncode == 0, child.stdout[-6000:] + child.stderr[-2000:]
 
 
 def generate(prompts: list[list[int]], sampling: Any, **engine: Any) -> EngineRun:

@@ -12,6 +12,11 @@ def draft_of(worker: Any) -> Any:
     return getattr(runner, "drafter", None) or runner.speculator
 
 
+def noted(worker: Any) -> Any:
+    """Return what the watching function of this module notes."""
+    return worker.noted
+
+
 def latest_selection(worker: Any) -> dict[str, Any]:
     selections = draft_of(worker)._drafter._views[0]._selections
     row = selections.rows([list(selections._selected_at)[-1]])
@@ -116,22 +121,15 @@ def forget_failures(worker: Any) -> None:
 
 
 def draft_twice(worker: Any) -> None:
-    """Draft every round by passes with lookups and by one pass per token, and compare."""
+    """Draft every round by wide passes and by one pass per token, and compare."""
     from collections import Counter
 
     import torch
 
-    from vllm_magicdec.drafting.loops import Staged
-
     runner = draft_of(worker)
-    drafter = runner._drafter
-    loop, is_staged = drafter._loop, isinstance(drafter._loop, Staged)
-    is_v2 = worker.vllm_config.use_v2_model_runner
-    compared = Counter(drafts=0, rounds=0, different=0, other_logits=0, not_kept=0, passes=0)
-    if is_staged:
-        loop.passes._min_acceptance = 0.0  # to compare as many drafts as possible
-    # None also for greedy drafts.
-    read = runner.draft_logits if is_v2 else None
+    loop = runner._drafter._loop
+    compared = worker.noted = Counter(rounds=0, different=0, other_logits=0, not_kept=0, passes=0)
+    read = runner.draft_logits  # None for greedy drafts
     latest: list[torch.Tensor] = []
     if read is not None:
         compute = runner.compute_draft_logits
@@ -153,11 +151,11 @@ def draft_twice(worker: Any) -> None:
             return rounds[0]
 
         drafts = draft_once(batch, num_steps, prepare_once)
-        made = drafts.lists or drafts.tokens.clone()
-        logits = None if read is None else read.clone()
-        if not is_staged and drafts.num_passes == num_steps:  # the drafts of steps
+        if drafts.num_passes == num_steps:  # the drafts of steps
             return drafts
-        if logits is not None and not is_staged:
+        made = drafts.tokens.clone()
+        logits = None if read is None else read.clone()
+        if logits is not None:
             # The kept logits are those that every token was sampled from, also after the last pass.
             of_drafts = latest[-1].view(*made.shape, -1)
             for index, is_prefilling in enumerate(batch.is_prefilling):
@@ -168,71 +166,49 @@ def draft_twice(worker: Any) -> None:
         for index in range(num_steps):
             tokens = runner.run(round_.step(index, tokens)).tokens
             one_by_one.append(tokens.tolist())
+        used = drafts.num_passes
         for index, own in enumerate(zip(*one_by_one, strict=True)):
             if batch.is_prefilling[index]:
                 continue
-            used = drafts.num_passes
-            if is_staged:  # passes that gain too little are left out
-                room = runner.max_model_len - int(batch.context_lens[index])
-                used = min(num_steps, room, len(made[index]))
-                assert used
-            same = [*map(int, made[index][:used])] == list(own[:used])
-            compared.update(drafts=used, rounds=1, different=not same)
-            compared.update(passes=0 if is_staged else drafts.num_passes)
+            same = made[index][:used].tolist() == list(own[:used])
+            compared.update(rounds=1, different=not same, passes=used)
             if logits is not None and same:
                 row = runner.idx_mapping[index]
                 both = logits[row, :used], read[row, :used]
                 compared.update(other_logits=not torch.allclose(*both, rtol=1e-4, atol=1e-4))
-        if not is_staged:
-            drafts.tokens.copy_(made)
-            if logits is not None:
-                read.copy_(logits)
+        drafts.tokens.copy_(made)
+        if logits is not None:
+            read.copy_(logits)
         return drafts
 
     loop.draft = draft
-    drafter.compared = compared
-
-
-def drafted_twice(worker: Any) -> dict[str, int]:
-    return dict(draft_of(worker)._drafter.compared)
 
 
 def note_inputs(worker: Any) -> None:
-    addresses = worker.noted_inputs = set()
+    names = worker.noted = set()
 
     def note(model: Any, args: Any, inputs: dict[str, Any]) -> None:
-        given = {name: value for name, value in inputs.items() if value is not None}
-        addresses.add(tuple(sorted((name, value.data_ptr()) for name, value in given.items())))
+        names.add(tuple(sorted(name for name, value in inputs.items() if value is not None)))
 
     worker.model_runner.get_model().register_forward_pre_hook(note, with_kwargs=True)
 
 
-def noted_inputs(worker: Any) -> list[list[tuple[str, int]]]:
-    return sorted(worker.noted_inputs)
-
-
 def note_saves(worker: Any) -> None:
-    from collections import Counter
-
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector = get_kv_transfer_group()
-    worker.noted_steps, worker.noted_saves = [], Counter()
+    counted = worker.noted = {"steps": 0, "saves": {}}
     bind, save = connector.bind_connector_metadata, connector.save_kv_layer
 
     def bind_and_note(metadata: Any) -> None:
-        worker.noted_steps.append(metadata)
+        counted["steps"] += 1
         bind(metadata)
 
     def save_and_note(layer_name: str, *args: Any, **kwargs: Any) -> None:
-        worker.noted_saves[layer_name] += 1
+        counted["saves"][layer_name] = counted["saves"].get(layer_name, 0) + 1
         save(layer_name, *args, **kwargs)
 
     connector.bind_connector_metadata, connector.save_kv_layer = bind_and_note, save_and_note
-
-
-def noted_saves(worker: Any) -> tuple[int, list[int]]:
-    return len(worker.noted_steps), list(worker.noted_saves.values())
 
 
 def watch_draft_cache(worker: Any) -> None:
@@ -243,7 +219,7 @@ def watch_draft_cache(worker: Any) -> None:
     """
     proposer = draft_of(worker)
     cache, is_v2 = proposer._cache, worker.vllm_config.use_v2_model_runner
-    seen = worker._draft_cache = {"tokens": 0, "difference": 0.0, "catch_up": 0, "lag": 0}
+    seen = worker.noted = {"tokens": 0, "difference": 0.0, "catch_up": 0, "lag": 0}
     catch_up = cache.catch_up
     names = sorted(proposer.draft_attn_layer_names if is_v2 else proposer._draft_attn_layer_names)
     pairs = [(name, name.removeprefix("draft_model.")) for name in names]
@@ -305,20 +281,9 @@ def read_prompts_late(worker: Any) -> None:
     cache.catch_up = catch_up_late
 
 
-def watched_draft_cache(worker: Any) -> dict[str, float]:
-    return worker._draft_cache
-
-
 def adaptive_costs(worker: Any) -> tuple[float, float]:
     of_drafts, of_verification = worker.model_runner.adaptive_verification.cost_tables
     return float(of_drafts[1]), float(of_verification[1])
-
-
-def break_drafting(worker: Any) -> None:
-    def choose_pages(context_lens, last_pages):
-        raise RuntimeError("broken on purpose")
-
-    draft_of(worker)._drafter._views[0]._policy.choose_pages = choose_pages
 
 
 def record_graphs(worker: Any, sizes: list[int]) -> None:
@@ -350,32 +315,24 @@ def count_replays(worker: Any) -> dict[int, int]:
 
 def watch_draft_steps(worker: Any) -> None:
     draft = draft_of(worker)
-    draft.steps_seen = {"graph": 0, "flashinfer": 0, "eager": 0}
+    seen = worker.noted = {"graph": 0, "flashinfer": 0, "eager": 0}
     forward = draft.forward_and_sample
 
     def forward_and_count(*args: Any) -> Any:
-        draft.steps_seen["eager"] += 1
+        seen["eager"] += 1
         return forward(*args)
 
     draft.forward_and_sample = forward_and_count
 
-    def count_graphs_of(graphs: Any) -> None:
-        run_fullgraph = graphs.run_fullgraph
+    for graphs in draft._graphs._graphs.values():
 
-        def run_and_count(desc: Any) -> Any:
-            draft.steps_seen["graph"] += 1
+        def run_and_count(desc: Any, run_fullgraph: Any = graphs.run_fullgraph) -> Any:
+            seen["graph"] += 1
             # Graphs for views of a common length exist only with FlashInfer.
-            draft.steps_seen["flashinfer"] += desc.common_len is not None
+            seen["flashinfer"] += desc.common_len is not None
             return run_fullgraph(desc)
 
         graphs.run_fullgraph = run_and_count
-
-    for graphs in draft._graphs._graphs.values():
-        count_graphs_of(graphs)
-
-
-def count_draft_steps(worker: Any) -> dict[str, int]:
-    return draft_of(worker).steps_seen
 
 
 def believe_in_uniform_drafts(worker: Any) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 # `generate` after functions of the workers, with their arguments.
 GENERATE_AFTER: dict[str, list[tuple[Any, ...]]] = {
-    "generate_with_broken_drafting": [("break_drafting",)],
     "generate_with_broken_memory": [("break_memory",)],
     "generate_with_broken_acceptance": [("believe_in_uniform_drafts",)],
     "generate_with_waiting_drafts": [("wait_in_drafts",)],
@@ -83,28 +82,16 @@ def generate_after_reload(llm: Any, batches: list[dict[str, Any]], weights: str)
     return generate(llm, batches)
 
 
-def generate_without_asking_for_drafts(llm: Any, batches: list[dict[str, Any]]) -> Any:
-    """`generate`; fails if the engine core asks its workers for drafts, which come with the outputs."""
-
-    def ask() -> None:
-        raise AssertionError("the workers were asked for drafts")
-
-    llm.llm_engine.engine_core.engine_core.model_executor.take_draft_token_ids = ask
-    return generate(llm, batches)
-
-
 def generate_and_note_inputs(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
-    """`generate`; also returns names and addresses of the inputs of every forward pass of the target."""
+    """`generate`; also returns the names of the inputs of forward passes of the target."""
     in_workers(llm, "note_inputs")
-    return {"batches": generate(llm, batches), "inputs": in_workers(llm, "noted_inputs")[0]}
+    return {"batches": generate(llm, batches), "inputs": sorted(in_workers(llm, "noted")[0])}
 
 
 def generate_and_note_saves(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
     """`generate`; also counts the steps that a KV connector saw, and its saves of each layer."""
     in_workers(llm, "note_saves")
-    results = generate(llm, batches)
-    steps, saves = in_workers(llm, "noted_saves")[0]
-    return {"batches": results, "steps": steps, "saves": saves}
+    return {"batches": generate(llm, batches), **in_workers(llm, "noted")[0]}
 
 
 def generate_with_random_schedule(llm: Any, batches: list[dict[str, Any]], seed: int) -> dict[str, Any]:
@@ -160,17 +147,18 @@ def generate_under_faults(llm: Any, batches: list[dict[str, Any]], faults: list[
     for fault in faults:
         in_workers(llm, "forget_failures")
         Path(file).write_text(fault)
-        results.append(_generate_and_count(llm, batches))
+        results.append(generate_and_count(llm, batches))
     return results
 
 
 def generate_with_a_cut_file(llm: Any, batches: list[dict[str, Any]], path: str) -> Any:
     """`generate` after halving a file that the engine has mapped; also returns counter increments."""
     os.truncate(path, os.path.getsize(path) // 2)
-    return _generate_and_count(llm, batches)
+    return generate_and_count(llm, batches)
 
 
-def _generate_and_count(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
+def generate_and_count(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
+    """`generate`; also returns the increments of the counters of drafts."""
     before = metrics_of(llm)
     results = generate(llm, batches)
     counted = {
@@ -184,49 +172,15 @@ def _generate_and_count(llm: Any, batches: list[dict[str, Any]]) -> dict[str, An
 def generate_and_draft_twice(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
     """`generate`, drafting every round with lookups and again by one pass per token over the same views.
 
-    Returns counts: "drafts" compared; "rounds" of requests, and those with "different" drafts or, for
-    the same drafts, with "other_logits" in V2's rejection sampler.
+    Returns counts: "rounds" of requests, and those with "different" drafts or, for the same drafts, with
+    "other_logits" in V2's rejection sampler.
     """
     in_workers(llm, "draft_twice")
-    return {"batches": generate(llm, batches), **in_workers(llm, "drafted_twice")[0]}
+    return {"batches": generate(llm, batches), **in_workers(llm, "noted")[0]}
 
 
-def generate_and_count_drafts(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
-    """`generate`; also returns the numbers of drafted and accepted tokens."""
-
-    def count() -> dict[str, int]:
-        values = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
-        return {what: values[f"vllm:spec_decode_num_{what}_tokens"] for what in ("draft", "accepted")}
-
-    before, results, after = count(), generate(llm, batches), count()
-    drafted, accepted = (after[what] - before[what] for what in ("draft", "accepted"))
-    return {"batches": results, "drafted": drafted, "accepted": accepted}
-
-
-def abort_half_while_decoding(llm: Any, batch: dict[str, Any], steps_before_abort: int) -> Any:
-    """Abort every second request after some engine steps; return the others' tokens by index."""
-    engine = llm.llm_engine
-    for index, ids in enumerate(batch["prompts"]):
-        engine.add_request(str(index), {"prompt_token_ids": ids}, _sampling_params(batch["sampling"]))
-    tokens: dict[str, list[int]] = {}
-    steps = 0
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            if output.finished:
-                tokens[output.request_id] = list(output.outputs[0].token_ids)
-        steps += 1
-        if steps == steps_before_abort:
-            engine.abort_request([str(i) for i in range(0, len(batch["prompts"]), 2)])
-    return tokens
-
-
-def watched_spire_cache(llm: Any) -> dict[str, float]:
-    """Return the least number of compared tokens and the largest difference over all ranks."""
-    ranks = in_workers(llm, "noted_spire_cache")
-    return {
-        "tokens": min(rank["tokens"] for rank in ranks),
-        "difference": max(rank["difference"] for rank in ranks),
-    }
+def noted_by_ranks(llm: Any) -> list[Any]:
+    return in_workers(llm, "noted")
 
 
 def generate_and_note_spire_drafts(llm: Any, batches: list[dict[str, Any]], path: str) -> Any:
@@ -236,11 +190,6 @@ def generate_and_note_spire_drafts(llm: Any, batches: list[dict[str, Any]], path
     results = generate(llm, batches)
     in_workers(llm, "save_drafts", path)
     return results
-
-
-def chat(llm: Any, conversations: list[Any], sampling: dict[str, Any]) -> list[str]:
-    outputs = llm.chat(conversations, _sampling_params(sampling), use_tqdm=False)
-    return [output.outputs[0].text for output in outputs]
 
 
 def selections(llm: Any, prompts: list[list[int]], max_tokens: int = 4) -> list[dict[str, Any]]:
@@ -302,13 +251,8 @@ def _noise(width: int, height: int, seed: int, frames: int = 0) -> Any:
 
 
 def _sampling_params(fields: dict[str, Any]) -> Any:
-    """Convert sampling parameters from JSON."""
     from vllm import SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
 
-    fields = dict(fields)
-    if "structured_outputs" in fields:
-        fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
     return SamplingParams(**fields)
 
 

@@ -38,17 +38,15 @@ def write(
     config, given = json.loads((target / "config.json").read_text()), load_weights(target)
     num_target_layers = config["num_hidden_layers"]
     first = num_target_layers - num_layers
-    names = {f"model.layers.{first + i}.": f"model.layers.{i}." for i in range(num_layers)}
-    weights = {"model.embed_tokens.weight": given["model.embed_tokens.weight"]}
-    weights |= {name: given[name] for name in ("model.norm.weight", "lm_head.weight") if name in given}
-    for name, weight in given.items():
-        for theirs, own in names.items():
-            if name.startswith(theirs):
-                weights[own + name.removeprefix(theirs)] = weight
-    weights = {
-        name: (weight if "norm" in name else weight + noise * weight.std() * torch.randn_like(weight))
-        for name, weight in weights.items()
-    }
+    names = {name: name for name in ("model.embed_tokens.", "model.norm.", "lm_head.")}
+    names |= {f"model.layers.{first + i}.": f"model.layers.{i}." for i in range(num_layers)}
+    weights = {}
+    for theirs, own in names.items():
+        for name in (name for name in given if name.startswith(theirs)):
+            weight = given[name]
+            if "norm" not in name:
+                weight = weight + noise * weight.std() * torch.randn_like(weight)
+            weights[own + name.removeprefix(theirs)] = weight
     if feedback_memory:
         weights["model.memory_logits"] = (
             torch.randn(num_layers, num_layers + 1) if memory is None else memory
@@ -102,20 +100,15 @@ class Llama:
 
     def normed(self, hidden: torch.Tensor, name: str) -> torch.Tensor:
         """RMSNorm of [..., hidden_size]."""
-        variance = hidden.square().mean(-1, keepdim=True)
-        return (
-            hidden
-            / torch.sqrt(variance + self.config["rms_norm_eps"])
-            * self.weights[f"model.{name}.weight"]
-        )
+        variance = hidden.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]
+        return hidden / variance.sqrt() * self.weights[f"model.{name}.weight"]
 
     def project(
         self, layer: int, what: str, normed: torch.Tensor, position: int | None = None
     ) -> torch.Tensor:
         """Return queries, keys or values, [heads, head_size], with RoPE if there is a position."""
-        heads = (self.weights[f"model.layers.{layer}.self_attn.{what}_proj.weight"] @ normed).view(
-            -1, self.head_size
-        )
+        weight = self.weights[f"model.layers.{layer}.self_attn.{what}_proj.weight"]
+        heads = (weight @ normed).view(-1, self.head_size)
         if position is None:
             return heads
         half = self.head_size // 2
@@ -207,22 +200,17 @@ class SpireReference:
         ]
         logits = []
         for position, token in enumerate(drafted, start=first):
-            seen = [
-                p
-                for p in range(position)
-                if p < self._fields["sinks"] or p > position - self._fields["window"]
-            ]
+            first_recent = position - self._fields["window"] + 1
+            seen = [p for p in range(position) if p < self._fields["sinks"] or p >= first_recent]
             hidden = [model.embed(token)]
             own = []
             for layer in range(model.num_layers):
                 normed = model.normed(hidden[-1], f"layers.{layer}.input_layernorm")
                 own.append((model.project(layer, "k", normed, position), model.project(layer, "v", normed)))
-                shape = (0, model.num_kv_heads, model.head_size)
-                nothing = torch.zeros(shape, dtype=torch.float64)
-                keys, values = (
-                    torch.stack([held[layer][p][index] for p in seen]) if seen else nothing
-                    for index in (0, 1)
-                )
+                nothing = torch.zeros((0, model.num_kv_heads, model.head_size), dtype=torch.float64)
+                keys, values = nothing, nothing
+                if seen:
+                    keys, values = map(torch.stack, zip(*(held[layer][p] for p in seen), strict=True))
                 hidden.append(model.block(layer, hidden[-1], position, keys, values))
             logits.append(model.logits(hidden[-1]))
             for layer in range(model.num_layers):

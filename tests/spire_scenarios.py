@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions for SPIRe drafts that tests run inside workers: scenarios.py calls them by `collective_rpc`."""
 
+import functools
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ def watch_spire_cache(worker: Any) -> None:
     """
     draft = draft_of(worker)
     first, cache, groups = draft.model.fields.aux_layers[0], draft._cache, draft._drafter.groups
-    seen = worker._spire_cache = {"tokens": 0, "difference": 0.0}
+    seen = worker.noted = {"tokens": 0, "difference": 0.0}
     pairs = []
     for name in (name for group in groups for name in group.layer_names):
         index, rest = name.removeprefix(DRAFT_PREFIX).split(".", 1)
@@ -38,20 +39,12 @@ def _never_wait(cache: Any) -> None:
     """Raise if the host reads a tensor's value while memory is written: on a GPU it would wait."""
     from policies.test_host_sync import no_host_reads
 
-    def without_reads(write: Any) -> Any:
-        def write_without_reads(*args: Any) -> None:
-            with no_host_reads(torch.device("cpu")):
-                write(*args)
+    def write_without_reads(write: Any, *args: Any) -> None:
+        with no_host_reads(torch.device("cpu")):
+            write(*args)
 
-        return write_without_reads
-
-    cache.write_verified = without_reads(cache.write_verified)
-    cache.write_drafted = without_reads(cache.write_drafted)
-
-
-def noted_spire_cache(worker: Any) -> dict[str, float]:
-    """Return the number of tokens compared and the largest difference."""
-    return worker._spire_cache
+    cache.write_verified = functools.partial(write_without_reads, cache.write_verified)
+    cache.write_drafted = functools.partial(write_without_reads, cache.write_drafted)
 
 
 def break_memory(worker: Any) -> None:
@@ -106,21 +99,11 @@ def note_drafts(worker: Any) -> None:
     def note_round(num_steps: int, read_batch: Any, read_histories: Any) -> Any:
         def read_and_note() -> Any:
             batch = read_batch()
-            histories = [history.after(0).tolist() for history in read_histories(batch)]
-            rounds.append(
-                [
-                    {
-                        "request": req_id,
-                        "verified": history[:-1],
-                        "is_prefilling": bool(is_prefilling),
-                        "tokens": [],
-                        "logits": [],
-                    }
-                    for req_id, history, is_prefilling in zip(
-                        batch.req_ids, histories, batch.is_prefilling, strict=True
-                    )
-                ]
-            )
+            rounds.append([])
+            for index, history in enumerate(read_histories(batch)):
+                own = {"request": batch.req_ids[index], "verified": history.after(0).tolist()[:-1]}
+                own["is_prefilling"] = bool(batch.is_prefilling[index])
+                rounds[-1].append({**own, "tokens": [], "logits": []})
             return batch
 
         return draft(num_steps, read_and_note, read_histories)

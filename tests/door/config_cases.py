@@ -15,8 +15,7 @@ import time
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from small_models import write_llama
-from test_config import configure, model_dir  # noqa: F401
+from test_config import configure
 
 from vllm_magicdec.config import user_fields
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
@@ -31,31 +30,17 @@ PRIVATE = ("adaptive", "lengths")
 DRAFT = "/folder/of/a/draft"  # placeholder of the draft model's folder
 
 
-@pytest.fixture(scope="module")
-def draft(tmp_path_factory) -> str:
-    """Return the folder of a draft model."""
-    return write_llama(tmp_path_factory.mktemp("draft"), num_hidden_layers=1)
-
-
 @pytest.fixture(scope="module", autouse=True)
-def known_models(model_dir, draft) -> None:  # noqa: F811
+def known_models(model_dir, draft) -> None:
     """Exclude from timing what vLLM does once per model: it inspects the class in another process."""
     configure(model_dir, {"method": METHOD})
     configure(model_dir, {"method": MODEL_METHOD, "model": draft})
 
 
-class WaitedTooLong(BaseException):
-    """Not an `Exception`, which the tested code might handle and hypothesis would retry."""
-
-
-def give_up(*_) -> None:
-    raise WaitedTooLong
-
-
 @contextlib.contextmanager
 def within_the_limit():
     """Limit the CPU time of the thread, because machines may stall, and abort long waits, as for a pipe."""
-    before = signal.signal(signal.SIGALRM, give_up)
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("waited too long"))
     signal.setitimer(signal.ITIMER_REAL, MOST_WAIT_S)
     began_s = time.thread_time()
     try:
@@ -67,19 +52,10 @@ def within_the_limit():
     assert took_s < TIME_LIMIT_S, f"{took_s:.1f} s"
 
 
-def cases(number: int):
-    """Run cases, each within the limit; conftest.py sets whether they are the same every time."""
-    case_settings = settings(
-        max_examples=number,
-        database=None,
-        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-    )
-
-    def apply(test):
-        test.hypothesis.inner_test = within_the_limit()(test.hypothesis.inner_test)
-        return case_settings(test)
-
-    return apply
+def cases(number: int) -> settings:
+    """Return settings for this number; conftest.py sets whether the cases are the same every time."""
+    ignored = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    return settings(max_examples=number, database=None, suppress_health_check=ignored)
 
 
 PATHS = [
@@ -188,36 +164,27 @@ def text_of(value) -> str:
         return "9" * 5000
 
 
-# Field names that are also English words.
-PLAIN_WORDS = ("method", "model", "profile")
-
-
 def is_named(name: str, sentence: str) -> bool:
-    """Return whether a sentence blames a field, in one of the forms of the plugin's errors."""
-    blamed = re.split(r"did you mean|It takes ", sentence)[0]  # the rest lists other fields
-    shown = re.escape(str(MagicDecConfigError(name)))
-    forms = [f"'{shown}'", rf"(?<![\w.-]){shown}=", rf"(?:^|: ){shown}(?:: | belongs to | is given twice)"]
-    if name in user_fields() and name not in PLAIN_WORDS:
-        forms.append(rf"(?<![\w.-]){shown}(?![\w.-])")
-    return re.search("|".join(forms), blamed) is not None
-
-
-def as_read(names) -> set[str]:
-    """Add the names as vLLM reads them: with underscores for dashes."""
-    return {*names, *(name.replace("-", "_") for name in names)}
+    """Return whether a sentence blames a field; after its fault it may list others."""
+    blamed = re.split(r"did you mean|It takes ", sentence)[0]
+    return (
+        re.search(rf"(?<![\w.-]){re.escape(str(MagicDecConfigError(name)))}(?![\w.-])", blamed) is not None
+    )
 
 
 def assert_one_sentence(sentence: str, fields) -> None:
     """Check that the sentence is one short line that names one of the fields."""
     assert sentence.isprintable() and len(sentence) < LONGEST_SENTENCE, sentence
-    assert any(is_named(name, sentence) for name in as_read(fields)), sentence
+    as_read = {*fields, *(name.replace("-", "_") for name in fields)}  # by vLLM
+    assert any(is_named(name, sentence) for name in as_read), sentence
 
 
-def accepted_or_refused(model_dir, draft, fields, suspects, **engine) -> None:  # noqa: F811
+def accepted_or_refused(model_dir, draft, fields, suspects, **engine) -> None:
     """Configure an engine; an error must name one of the suspects."""
     if fields.get("model") == DRAFT:
         fields = {**fields, "model": draft}
     try:
-        configure(model_dir, fields, **engine)
+        with within_the_limit():
+            configure(model_dir, fields, **engine)
     except MagicDecConfigError as error:
         assert_one_sentence(str(error), suspects)

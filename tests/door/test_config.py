@@ -6,14 +6,13 @@ import json
 import pickle
 
 import pytest
-from small_models import SIZES, write_llama
+from small_models import SIZES
 from transformers import MambaConfig, MixtralConfig, T5Config
 from vllm.config import ParallelConfig
 from vllm.config.compilation import CompilationConfig, PassConfig
 from vllm.config.utils import replace
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
@@ -26,11 +25,6 @@ from vllm_magicdec.vllm_api.draft_weights import check_draft_weights
 from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig
 
 register()
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return write_llama(tmp_path_factory.mktemp("model"))
 
 
 def configure(model_dir, speculative_config, **engine):
@@ -90,12 +84,11 @@ def test_auto_uses_lookups_where_supported(model_dir):
     synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3}
     assert spec_of({**auto, **synthetic}).num_speculative_tokens == 8
     assert spec_of({**auto, "draft_lookup_sources": "served"}).draft_lookup_sources == ("served",)
-    with pytest.raises(MagicDecConfigError, match="/no/such/store"):
-        spec_of({**auto, "draft_lookup_sources": ["context", "/no/such/store"]})
 
 
-@pytest.mark.parametrize("engine", [{}, {"async_scheduling": False}])
+@pytest.mark.parametrize("engine", [{}, {"async_scheduling": False}, {"data_parallel_size": 2}])
 def test_auto_sets_scheduler_and_lengths(model_dir, engine):
+    """Dense data-parallel ranks each have such a scheduler."""
     fields = {"num_speculative_tokens": "auto", "max_num_speculative_tokens": 6, "draft_lookup": "off"}
     config = configure(model_dir, {"method": METHOD, **fields}, **engine)
     spec = config.speculative_config
@@ -103,6 +96,7 @@ def test_auto_sets_scheduler_and_lengths(model_dir, engine):
     lookup = build_dynamic_sd_schedule_lookup(spec.num_speculative_tokens_per_batch_size, 64, 6)
     assert set(lookup[1:]) == set(range(7))
     scheduler = config.scheduler_config.get_scheduler_cls()
+    assert scheduler.__name__.startswith("MagicDec")
     assert issubclass(scheduler, AsyncScheduler) == config.scheduler_config.async_scheduling
     assert repr(replace(spec)) == repr(pickle.loads(pickle.dumps(spec))) == repr(spec)
 
@@ -149,39 +143,14 @@ def test_arguments_can_be_resolved_again(model_dir):
         assert (spec.adaptive, spec.draft_kv_budget) == (True, 256)
 
 
-def test_dense_data_parallel_ranks_choose_separately(model_dir):
-    fields = {"method": METHOD, "num_speculative_tokens": "auto"}
-    config = configure(model_dir, fields, data_parallel_size=2)
-    assert config.scheduler_config.scheduler_cls.endswith("MagicDecScheduler")
-    # vLLM does this in the engine core of a rank.
-    config.parallel_config.reconfigure_for_independent_dp_rank()
-    assert config.parallel_config.data_parallel_size == 1
-    assert config.scheduler_config.get_scheduler_cls().__name__ == "MagicDecScheduler"
-
-
-def test_other_methods_get_vllms_configuration(model_dir):
-    spec = configure(model_dir, {"method": "ngram", "num_speculative_tokens": 2}).speculative_config
-    assert type(spec).__module__.startswith("vllm.config")
-
-
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
         ({"draft_kv_budget": 64}, "draft_kv_budget belongs to method='magicdec-self'; add that"),
         ({"draft-kv-budget": 64}, "draft_kv_budget belongs to method='magicdec-self'; add that"),
-        (
-            {"num_speculative_tokens": "auto"},
-            "num_speculative_tokens='auto' belongs to method='magicdec-self'; add that",
-        ),
-        (
-            {"model": "org/draft", "draft_kv_budget": 64},
-            "draft_kv_budget belongs to method='magicdec'; add that",
-        ),
-        (
-            {"method": "ngram", "num_speculative_tokens": 2, "draft_lookup": "on"},
-            "draft_lookup belongs to method='magicdec-self'; use that instead of method='ngram', or remove "
-            "draft_lookup",
-        ),
+        ({"num_speculative_tokens": "auto"}, "='auto' belongs to method='magicdec-self'; add that"),
+        ({"model": "org/draft", "draft_kv_budget": 64}, "belongs to method='magicdec'; add that"),
+        ({"method": "ngram", "num_speculative_tokens": 2, "draft_lookup": "on"}, "or remove draft_lookup"),
         ({"method": "magicdec_self", "draft_kv_budget": 64}, "did you mean 'magicdec-self'?"),
         ({"method": "eagle", "model": METHOD, "num_speculative_tokens": 2}, "remove method='eagle'"),
     ],
@@ -201,31 +170,18 @@ ADAPTIVE = {"enable_adaptive_verification": True}
     [(256, 3), (512, 1), (100, 9), (16, 16)],  # 16: the default with lookups
 )
 def test_auto_drafts_what_a_step_with_adapters_has_room_for(model_dir, max_num_seqs, drafts):
-    fields = {"num_speculative_tokens": "auto"}
-    given = {"method": METHOD, **fields}
+    given = {"method": METHOD, "num_speculative_tokens": "auto"}
     engine = {**ADAPTERS, "max_num_seqs": max_num_seqs}
     spec = configure(model_dir, given, **engine).speculative_config
     assert spec.num_speculative_tokens == drafts and spec.lengths == (0, drafts)
-    assert given == {"method": METHOD, **fields}
     options = configure(model_dir, None, spec_model=METHOD, spec_tokens="auto", **engine)
     assert repr(options.speculative_config) == repr(spec)
 
 
 def test_other_errors_of_engines_with_adapters_stay_vllms(model_dir):
+    twice = {"attention_backend": "FLASH_ATTN", "attention_config": {"backend": "FLASH_ATTN"}}
     with pytest.raises(ValueError, match="mutually exclusive"):
-        configure(
-            model_dir,
-            {"method": METHOD, "num_speculative_tokens": 1},
-            **ADAPTERS,
-            attention_backend="FLASH_ATTN",
-            attention_config={"backend": "FLASH_ATTN"},
-        )
-
-
-def test_pages_that_attention_on_cpus_cannot_read_get_one_sentence(model_dir):
-    with pytest.raises(MagicDecConfigError, match=r"--block-size 48 is no multiple of 32 .*-size 64$"):
-        configure(model_dir, {"method": METHOD}, block_size=48)
-    configure(model_dir, None, block_size=48)
+        configure(model_dir, {"method": METHOD, "num_speculative_tokens": 1}, **ADAPTERS, **twice)
 
 
 AUTO = {"num_speculative_tokens": "auto"}
@@ -235,45 +191,15 @@ TOPK = {"draft_kv_policy": "verify-topk"}
 FUSED = {"compilation_config": CompilationConfig(pass_config=PassConfig(fuse_attn_quant=True))}
 # Fields, options of the engine, and a part of the sentence; "!" marks its end.
 REFUSED = [
-    (
-        {**SNAPKV, "snapkv_window": 1000},
-        {},
-        "draft_kv_granularity='token', or values nearer to the defaults snapkv_window=16!",
-    ),
-    (
-        {**TOPK, "draft_kv_sink": 2000},
-        {},
-        "a smaller --block-size, or values nearer to the defaults draft_kv_sink=4!",
-    ),
-    (
-        {**SNAPKV, "snapkv_window": 300, "draft_kv_sink": 200},
-        {},
-        "or values nearer to the defaults draft_kv_sink=4, snapkv_window=16!",
-    ),
-    (
-        {**TOPK, **AUTO, "draft_kv_budget": 160, "max_num_speculative_tokens": 128},
-        {},
-        "or values nearer to the defaults max_num_speculative_tokens=16!",
-    ),
+    ({**SNAPKV, "snapkv_window": 1000}, {}, "values nearer to the defaults snapkv_window=16!"),
+    ({**SNAPKV, "snapkv_window": 300, "draft_kv_sink": 200}, {}, "draft_kv_sink=4, snapkv_window=16!"),
+    ({**TOPK, "draft_kv_sink": 2000}, {}, "values nearer to the defaults draft_kv_sink=4!"),
+    ({**TOPK, **AUTO, "draft_kv_budget": 160, "max_num_speculative_tokens": 128}, {}, "tokens=16!"),
     ({**TOPK, "draft_kv_budget": 128}, {}, "use at least 160, or a smaller --block-size"),
     ({"draft_kv_bugdet": 512}, {}, "did you mean 'draft_kv_budget'?"),
-    (
-        {"draft_kv_budget": "many"},
-        {},
-        "draft_kv_budget='many' is not possible: input should be a valid number, unable to parse string "
-        "as a number; use a number of tokens, or a fraction of the context such as 0.06!",
-    ),
-    (
-        {"num_speculative_tokens": 0},
-        {},
-        "num_speculative_tokens=0 is not possible: input should be greater than 0; use 1 to 128 or 'auto', "
-        "or leave speculation out!",
-    ),
-    (
-        {"draft_kv_policy": "h2o"},
-        {},
-        "draft_kv_policy='h2o' is unknown; use one of streamingllm, snapkv, verify-topk",
-    ),
+    ({"draft_kv_budget": "many"}, {}, "use a number of tokens, or a fraction of the context such as 0.06!"),
+    ({"num_speculative_tokens": 0}, {}, "use 1 to 128 or 'auto', or leave speculation out!"),
+    ({"draft_kv_policy": "h2o"}, {}, "'h2o' is unknown; use one of streamingllm, snapkv, verify-topk"),
     ({"snapkv_kernel": 6}, {}, "snapkv_kernel=6 is even; use 7"),
     ({"draft_kv_budget": 20}, {}, "is below one KV page of 32 tokens; use at least 32"),
     ({"draft_kv_budget": 5000}, {}, "above the model length; use at most 4096"),
@@ -281,37 +207,18 @@ REFUSED = [
     ({"quantization": "fp8"}, {}, "has no use for 'quantization'"),
     ({"model": "org/draft"}, {}, "remove model='org/draft'"),
     ({"max_num_speculative_tokens": 6}, {}, "belongs to num_speculative_tokens='auto'"),
-    (
-        {"draft_kv_budget": "auto"},
-        {},
-        "draft_kv_budget='auto' is no longer supported; use a number of tokens, or a fraction",
-    ),
-    ({"draft_kv_cache": "whole"}, {}, "magicdec-self: draft_kv_cache is no longer supported; remove it: "),
+    ({"draft_kv_budget": "auto"}, {}, "draft_kv_budget='auto' is no longer supported; use a number"),
+    ({"draft_kv_cache": "whole"}, {}, "draft_kv_cache is no longer supported; remove it: "),
     ({"profile": "p.json"}, {}, "belongs to num_speculative_tokens='auto'; add that"),
-    (
-        {**AUTO, "profile": "/tmp"},
-        {},
-        "profile: /tmp is not a profile written by 'magicdec profile' (it is a folder; name a file)!",
-    ),
-    (
-        {**AUTO, "num_speculative_tokens_per_batch_size": [(1, 8, 2)]},
-        {},
-        "leaves no use for num_speculative_tokens_per_batch_size",
-    ),
-    (
-        {"draft_lookup": "off", "draft_lookup_sources": ["served"]},
-        {},
-        "draft_lookup_sources belongs to draft_lookup='on' or 'auto'; use one of them or remove it",
-    ),
+    ({**AUTO, "profile": "/tmp"}, {}, "profile: /tmp is not a profile written by 'magicdec profile'"),
+    ({**AUTO, "num_speculative_tokens_per_batch_size": [(1, 8, 2)]}, {}, "leaves no use for"),
+    ({"draft_lookup": "off", "draft_lookup_sources": ["served"]}, {}, "use one of them or remove it"),
     ({"draft_lookup_sources": []}, {}, "draft_lookup_sources is empty; name 'context', 'served' or"),
     ({"draft_lookup_sources": ["context"] * 2}, {}, "names a source twice; remove one of them"),
+    ({"draft_lookup_sources": ["context", "/no/such/store"], "draft_lookup": "on"}, {}, "/no/such/store"),
     ({"rejection_sample_method": "fly"}, {}, "rejection_sample_method='fly' "),
     ({"rejection_sample_method": "synthetic"}, {}, "requires exactly one of"),
-    (
-        {**TOPK, **BY_TOKEN},
-        {},
-        "'token' is not supported by draft_kv_policy='verify-topk'; remove it or use 'page'",
-    ),
+    ({**TOPK, **BY_TOKEN}, {}, "not supported by draft_kv_policy='verify-topk'; remove it or use 'page'"),
     (BY_TOKEN, {}, "is not supported by draft_kv_policy='streamingllm'; remove it"),
     ({**SNAPKV, **BY_TOKEN}, FUSED, "use -cc.pass_config.fuse_attn_quant=False, or"),
     (ADAPTIVE, {}, "enable_adaptive_verification needs a GPU; remove it"),
@@ -319,25 +226,14 @@ REFUSED = [
     (AUTO, {"scheduler_cls": "some.Scheduler"}, "remove --scheduler-cls"),
     ({}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported"),
     ({}, {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "context parallelism"),
-    (
-        {"num_speculative_tokens": 4},
-        ADAPTERS,
-        "magicdec-self: with LoRA, num_speculative_tokens=4 needs --max-num-batched-tokens 1280 for "
-        "--max-num-seqs 256, not 1024; use num_speculative_tokens=3, --max-num-seqs 204, or "
-        "--max-num-batched-tokens 1280",
-    ),
-    (
-        {**AUTO, "max_num_speculative_tokens": 6},
-        ADAPTERS,
-        "max_num_speculative_tokens=6 needs --max-num-batched-tokens 1792 for --max-num-seqs 256, not "
-        "1024; use max_num_speculative_tokens=3, --max-num-seqs 146, or --max-num-batched-tokens 1792",
-    ),
-    (
-        AUTO,
-        {**ADAPTERS, "max_num_seqs": 600},
-        "max_num_speculative_tokens=1 needs --max-num-batched-tokens 1200 for --max-num-seqs 600, not "
-        "1024; use --max-num-seqs 512, or --max-num-batched-tokens 1200",
-    ),
+    ({}, {"block_size": 48}, "--block-size 48 is no multiple of 32"),
+    ({"num_speculative_tokens": 4}, ADAPTERS, "use num_speculative_tokens=3, --max-num-seqs 204, or"),
+    ({**AUTO, "max_num_speculative_tokens": 6}, ADAPTERS, "use max_num_speculative_tokens=3, "),
+    (AUTO, {**ADAPTERS, "max_num_seqs": 600}, "use --max-num-seqs 512, or --max-num-batched-tokens 1200"),
+    ({"draft_weights": "int3"}, {}, "use one of 'target', 'int4', 'int8'"),
+    ({"draft_weights": "fp8_per_tensor"}, {}, "use one of 'target', 'int4', 'int8'"),
+    ({"draft_weights": "int8"}, {"enable_lora": True}, "does not work with LoRA"),
+    ({"draft_weights": "int8"}, {"enable_prompt_embeds": True}, "only supported for models whose input is"),
 ]
 
 
@@ -348,16 +244,12 @@ def test_what_cannot_work_is_refused_in_one_sentence(model_dir, fields, engine, 
     assert sentence in f"{error.value}!" and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("lookup", ["on", "off"])
-def test_error_does_not_suggest_fewer_drafts_than_auto_chose(model_dir, lookup):
-    """This budget has room for 4 drafts, but not for the 8 or 16 of auto."""
+def test_a_budget_with_room_for_4_drafts_is_too_small_for_the_16_of_auto(model_dir):
     fields = {"method": METHOD, "draft_kv_policy": "snapkv", "draft_kv_granularity": "token"}
     fields |= {"snapkv_window": 1, "snapkv_recent": 0, "draft_kv_budget": 12}
-    configure(model_dir, {**fields, "num_speculative_tokens": 4})
-    auto = {**fields, "num_speculative_tokens": "auto", "draft_lookup": lookup}
-    with pytest.raises(MagicDecConfigError, match="draft_kv_budget=12 cannot hold") as error:
-        configure(model_dir, auto)
-    assert "num_speculative_tokens" not in str(error.value)
+    configure(model_dir, fields)
+    with pytest.raises(MagicDecConfigError, match="draft_kv_budget=12 cannot hold"):
+        configure(model_dir, {**fields, **AUTO})
 
 
 def on_a_gpu(model_dir, monkeypatch, fields, *, v2: bool):
@@ -399,11 +291,7 @@ def test_on_gpus_lookups_run_on_the_device(model_dir, monkeypatch):
         ({}, False, "needs vLLM's V2 model runner on GPUs; remove VLLM_USE_V2_MODEL_RUNNER=0"),
         ({**ON, "num_speculative_tokens": 1}, True, "use num_speculative_tokens of 2 or more"),
         ({**ON, "draft_lookup_sources": ["context", "served"]}, True, "use ['context'], or remove"),
-        (
-            {**ON, "draft_kv_policy": "snapkv"},
-            True,
-            "use draft_kv_granularity='page', or draft_lookup='off'",
-        ),
+        ({**ON, **SNAPKV}, True, "use draft_kv_granularity='page', or draft_lookup='off'"),
     ],
 )
 def test_unsupported_engines_on_gpus_are_refused(model_dir, monkeypatch, fields, v2, sentence):
@@ -430,11 +318,8 @@ def test_adaptive_verification_needs_cuda_graphs(model_dir, monkeypatch):
     with pytest.raises(MagicDecConfigError, match="needs CUDA graphs; remove --enforce-eager, or this"):
         configure(model_dir, adaptive, enforce_eager=True)
     target = configure(model_dir, {"method": METHOD}).speculative_config.target_model_config
-    parallel = ParallelConfig()
-    spec = MagicDecSpeculativeConfig(
-        **adaptive, target_model_config=target, target_parallel_config=parallel
-    )
-    assert spec.enable_adaptive_verification and replace(spec).enable_adaptive_verification
+    both = {"target_model_config": target, "target_parallel_config": ParallelConfig()}
+    assert replace(MagicDecSpeculativeConfig(**adaptive, **both)).enable_adaptive_verification
 
 
 @pytest.mark.parametrize(
@@ -445,41 +330,13 @@ def test_default_granularity(policy, on_cpu, on_gpu):
     fields = MagicDecSpeculativeConfig(method=METHOD, draft_kv_policy=policy)
     found = find_policy(policy)
     assert (found.granularity(fields, "cpu"), found.granularity(fields, "cuda")) == (on_cpu, on_gpu)
-    for chosen in found.granularities:
-        fields = MagicDecSpeculativeConfig(
-            method=METHOD, draft_kv_policy=policy, draft_kv_granularity=chosen
-        )
-        assert found.granularity(fields, "cpu") == found.granularity(fields, "cuda") == chosen
-
-
-def test_quantised_output_is_refused_for_token_attention_only(model_dir):
-    fields = {"method": METHOD, **SNAPKV}
-    configure(model_dir, {**fields, "draft_kv_granularity": "page"}, **FUSED)
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    typed = parser.parse_args(["-cc.pass_config.fuse_attn_quant=False"]).compilation_config
-    configure(model_dir, {**fields, **BY_TOKEN}, compilation_config=typed)
 
 
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        (
-            MambaConfig(
-                hidden_size=64, num_hidden_layers=2, vocab_size=64, architectures=["MambaForCausalLM"]
-            ),
-            "recurrent state",
-        ),
-        (
-            T5Config(
-                d_model=64,
-                num_layers=2,
-                num_heads=2,
-                d_kv=32,
-                vocab_size=64,
-                architectures=["WhisperForConditionalGeneration"],
-            ),
-            "encoder-decoder",
-        ),
+        (MambaConfig(architectures=["MambaForCausalLM"]), "recurrent state"),
+        (T5Config(architectures=["WhisperForConditionalGeneration"]), "encoder-decoder"),
     ],
 )
 def test_unsupported_models_are_refused(tmp_path, config, sentence):
@@ -487,24 +344,6 @@ def test_unsupported_models_are_refused(tmp_path, config, sentence):
     (tmp_path / "config.json").write_text(json.dumps({**fields, "max_position_embeddings": 4096}))
     with pytest.raises(MagicDecConfigError, match=sentence):
         configure(str(tmp_path), {"method": METHOD})
-
-
-@pytest.mark.parametrize(
-    ("fields", "engine", "sentence"),
-    [
-        ({"draft_weights": "int3"}, {}, "use one of 'target', 'int4', 'int8'"),
-        ({"draft_weights": "fp8_per_tensor"}, {}, "use one of 'target', 'int4', 'int8'"),
-        ({"draft_weights": "int8"}, {"enable_lora": True}, "does not work with LoRA"),
-        (
-            {"draft_weights": "int8"},
-            {"enable_prompt_embeds": True},
-            "only supported for models whose input is",
-        ),
-    ],
-)
-def test_weights_that_cannot_be_copied_are_refused(model_dir, fields, engine, sentence):
-    with pytest.raises(MagicDecConfigError, match=sentence):
-        configure(model_dir, {"method": METHOD, **fields}, **engine)
 
 
 def test_weights_on_gpus_are_those_that_vllm_quantises_online(model_dir, monkeypatch):

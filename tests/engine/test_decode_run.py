@@ -14,27 +14,19 @@ BATCH, GAMMA = 2, 2
 pytestmark = pytest.mark.extended
 
 
-@pytest.fixture(scope="module")
-def record(tmp_path_factory):
-    out = tmp_path_factory.mktemp("decode") / "decode.json"
+def test_both_engines_decode_and_a_round_is_its_parts(tmp_path):
+    out = tmp_path / "decode.json"
     options = {"--context": 512, "--batch": BATCH, "--gamma": GAMMA, "--budget": 128, "--tokens": 64}
     command = [sys.executable, "benchmarks/decode.py", "--turns", "1", "--out", str(out)]
     command += [str(word) for option in options.items() for word in option]
     env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
     run = subprocess.run(command, cwd=engines.HERE.parent, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
-    return json.loads(out.read_text())
-
-
-def test_both_engines_decode(record):
-    (turn,) = record["all_turns"]
+    record = json.loads(out.read_text())
+    (turn,), (row,) = record["all_turns"], record["rows"]
     assert all(engine["tokens_per_s"] > 0 for engine in turn.values())
     assert turn["plain"]["acceptance_length"] == 1
     assert 1 < turn["magicdec"]["acceptance_length"] <= GAMMA + 1
-
-
-def test_a_round_is_its_parts(record):
-    (row,) = record["rows"]
     assert row["round_ms"] == pytest.approx(row["verification_ms"] + GAMMA * row["draft_step_ms"], rel=0.2)
     assert row["batch"] == BATCH
     assert record["machine"]["worker_threads"] >= 1

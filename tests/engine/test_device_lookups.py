@@ -6,9 +6,9 @@ On a GPU the host does not have the latest tokens; here the V2 runner looks up t
 
 import engines
 import pytest
-from draft_engines import V2_ENGINE, V2_TOKENS, drafting_with, on_v2
+from draft_engines import V2_ENGINE, drafting_with, on_v2
 from engines import POLICIES
-from greedy import assert_same_tokens, first_tokens
+from greedy import assert_same_tokens
 from test_draft_lookup import lookup_metrics, with_lookups
 
 pytestmark = pytest.mark.extended
@@ -17,20 +17,8 @@ ON_DEVICE = {"MAGICDEC_TEST_TOKENS_ON_DEVICE": "1"}
 WHOLE = V2_ENGINE["max_model_len"]
 
 
-@pytest.fixture
-def batch(prompts) -> dict:
-    return on_v2(prompts)[1]
-
-
-@pytest.fixture
-def expected(prompts, plain) -> list[dict]:
-    return [first_tokens(plain[i], V2_TOKENS) for i in on_v2(prompts)[0]]
-
-
-def run_on_device(steps, spec, env=None, **engine) -> engines.EngineRun:
-    run = engines.run(
-        steps, env={**ON_DEVICE, **(env or {})}, speculative_config=spec, **{**V2_ENGINE, **engine}
-    )
+def run_on_device(steps, spec, **engine) -> engines.EngineRun:
+    run = engines.run(steps, env=ON_DEVICE, speculative_config=spec, **{**V2_ENGINE, **engine})
     assert run.v2_runner and run.draft_failures == 0
     return run
 
@@ -42,37 +30,46 @@ def assert_drafts_are_those_of_one_pass_per_token(twice: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec",
+    ("spec", "has_graphs"),
     [
-        with_lookups(6, draft_kv_budget=128, **POLICIES["snapkv"]),
-        with_lookups(6, draft_kv_budget=WHOLE, **POLICIES["verify-topk"]),
+        (with_lookups(6, draft_kv_budget=WHOLE, **POLICIES["verify-topk"]), False),
         # The target with a view of the whole context: drafts of one pass per token are all accepted.
-        drafting_with(engines.MODEL, 6, draft_kv_budget=WHOLE, draft_lookup="on"),
+        (drafting_with(engines.MODEL, 6, draft_kv_budget=WHOLE, draft_lookup="on"), False),
+        # Recorded graphs replay torch's operators, which the kernel for CPUs is not.
+        (with_lookups(6, draft_kv_budget=128, native_attention=False, **POLICIES["snapkv"]), True),
     ],
-    ids=["snapkv", "verify-topk", "a draft model"],
+    ids=["verify-topk", "a draft model", "snapkv from recorded graphs"],
 )
-def test_wide_passes_equal_one_pass_per_token(batch, expected, spec):
+def test_wide_passes_equal_one_pass_per_token(prompts, plain, spec, has_graphs):
     """tests/drafting/test_model_cache.py checks a draft model's cache after too few passes."""
+    batch, expected = on_v2(prompts, plain)
     batches = {"batches": [batch]}
-    run = run_on_device(
-        [("generate_with_random_lookups", {**batches, "seed": 3}), ("generate_and_draft_twice", batches)],
-        spec,
-    )
-    at_random, twice = run.results
+    random = ("generate_with_random_lookups", {**batches, "seed": 3})
+    steps = [random, ("generate_and_draft_twice", batches)]
+    if has_graphs:
+        steps = [("record_graphs", {"sizes": [2, 4]}), *steps, ("count_replays", {})]
+    run = run_on_device(steps, spec)
+    results = run.results
+    if has_graphs:
+        _, *results, replays = results
+        # 4, 3, 2 and 1 requests at a time, each in the smallest graph that holds them.
+        assert replays["2 x 6, a pass"] > 0 < replays["4 x 6, a pass"]
+    at_random, twice = results
     assert_drafts_are_those_of_one_pass_per_token(twice)
-    for results in (at_random, twice["batches"]):
-        assert_same_tokens(expected, results[0], "wide passes")
+    for answers in (at_random, twice["batches"]):
+        assert_same_tokens(expected, answers[0], "wide passes")
     looked_up = lookup_metrics(run)
     assert 0 < looked_up["accepted_tokens"] < looked_up["tokens"]
     assert looked_up["rounds"] <= looked_up["passes"] < 6 * looked_up["rounds"]
 
 
 @pytest.mark.parametrize("max_num_seqs", [4, 2])
-def test_sampled_drafts_and_their_logits_are_those_of_one_pass_per_token(batch, expected, max_num_seqs):
+def test_sampled_drafts_and_their_logits_are_those_of_one_pass_per_token(prompts, plain, max_num_seqs):
     """Drafts agree up to the number of passes; later ones are verified with the logits kept for them.
 
     With `max_num_seqs=2` passes run uncaptured, since recorded graphs have no Triton kernels.
     """
+    batch, expected = on_v2(prompts, plain)
     sampled = {**batch["sampling"], "temperature": 0.8, "seed": 5}
     sampling = [sampled, batch["sampling"]] * (len(batch["prompts"]) // 2)
     batches = {"batches": [{**batch, "sampling": sampling}]}
@@ -89,34 +86,3 @@ def test_sampled_drafts_and_their_logits_are_those_of_one_pass_per_token(batch, 
     assert_drafts_are_those_of_one_pass_per_token(twice)
     for results in (at_random, twice["batches"]):
         assert_same_tokens(expected[1::2], results[0][1::2], "beside sampled requests")
-
-
-def test_wide_passes_are_replayed_from_recorded_graphs(batch, expected):
-    batches = {"batches": [batch]}
-    run = run_on_device(
-        [
-            ("record_graphs", {"sizes": [2, 4]}),
-            ("generate_with_random_lookups", {**batches, "seed": 3}),
-            ("generate_and_draft_twice", batches),
-            ("count_replays", {}),
-        ],
-        # Recorded graphs replay torch's operators, which the kernel for CPUs is not.
-        with_lookups(6, draft_kv_budget=128, native_attention=False, **POLICIES["snapkv"]),
-    )
-    _, at_random, twice, replays = run.results
-    for results in (at_random, twice["batches"]):
-        assert_same_tokens(expected, results[0], "recorded graphs")
-    assert_drafts_are_those_of_one_pass_per_token(twice)
-    # 4, 3, 2 and 1 requests at a time, each in the smallest graph that holds them.
-    assert replays["2 x 6, a pass"] > 0 < replays["4 x 6, a pass"]
-
-
-def test_failing_lookups_lose_no_request(batch, expected):
-    run = run_on_device(
-        [("generate", {"batches": [batch]})],
-        with_lookups(4, draft_kv_budget=64),
-        env={engines.FAULT: "lookup"},
-        strict=False,
-    )
-    assert_same_tokens(expected, run.results[0][0], "broken lookups")
-    assert run.metrics["vllm:magicdec_lookup_failures"] > 0

@@ -4,44 +4,44 @@
 test_own_caches.py compares its cache with the target's.
 """
 
-from pathlib import Path
-
 import engines
 import pytest
-from draft_engines import V2_ENGINE, V2_TOKENS, WHOLE_LEN, drafting_with, longest, on_v2
-from greedy import GREEDY, assert_same_tokens, first_tokens
+from draft_engines import TINY_DRAFT, V2_ENGINE, WHOLE_LEN, drafting_with, longest, on_v2
+from greedy import GREEDY, assert_same_tokens
 
 pytestmark = pytest.mark.extended
 
-TINY_DRAFT = Path(__file__).parents[2] / "benchmarks" / "tiny-draft"
-HYBRID = TINY_DRAFT.parent / "tiny-hybrid"
+HYBRID = TINY_DRAFT.with_name("tiny-hybrid")
 
 
 @pytest.mark.parametrize("v2", [False, True], ids=["V1 runner, lookups", "V2 runner"])
 def test_failed_drafting_loses_no_request(prompts, plain, v2):
-    chosen, batch = on_v2(prompts)
-    run = engines.run(
-        [("generate_with_broken_drafting", {"batches": [batch]})],
+    batch, expected = on_v2(prompts, plain)
+    run = engines.generate(
+        **batch,
         **{**V2_ENGINE, "v2": v2},
         strict=False,
+        env={engines.FAULT: "selection"},
         speculative_config=drafting_with(TINY_DRAFT, draft_lookup="off" if v2 else "on"),
     )
-    expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]
     assert_same_tokens(expected, run.results[0][0], "broken drafting")
     assert run.v2_runner == v2 and run.draft_failures > 3  # then it pauses
 
 
-def test_targets_and_drafts_may_have_layers_with_a_window(prompts):
+@pytest.mark.parametrize(("draft", "v2"), [(TINY_DRAFT, False), (HYBRID, False), (HYBRID, True)])
+def test_targets_and_drafts_may_have_layers_with_a_window(prompts, plain, draft, v2):
     """The KV cache then has groups of layers with separate block tables, among them the draft's."""
-    chosen = [prompts[i] for i in longest(prompts)] + prompts[:6]
-    settings = {"model": str(HYBRID), "max_num_seqs": 4, "max_model_len": WHOLE_LEN}
-    truth = engines.generate(chosen, GREEDY, **settings).results[0][0]
-    for draft in (TINY_DRAFT, HYBRID):
-        spec = drafting_with(draft, draft_kv_budget=WHOLE_LEN)
-        run = engines.generate(chosen, GREEDY, speculative_config=spec, **settings)
-        assert_same_tokens(truth, run.results[0][0], f"windows, {draft.name}")
-        assert run.draft_failures == 0 and 0 < run.accepted <= run.drafted
-        assert draft != HYBRID or run.accepted == run.drafted
+    batch, _ = on_v2(prompts, plain)
+    if not v2:
+        batch = {"prompts": [prompts[i] for i in longest(prompts)] + prompts[:6], "sampling": GREEDY}
+    length = 1024 if v2 else WHOLE_LEN
+    settings = {**batch, "model": str(HYBRID), "max_num_seqs": 4, "max_model_len": length}
+    truth = engines.generate(**settings).results[0][0]
+    settings |= V2_ENGINE if v2 else {}
+    run = engines.generate(**settings, speculative_config=drafting_with(draft, draft_kv_budget=length))
+    assert_same_tokens(truth, run.results[0][0], f"windows, {draft.name}")
+    assert run.v2_runner == v2 and run.draft_failures == 0 and 0 < run.accepted <= run.drafted
+    assert draft != HYBRID or run.accepted == run.drafted
 
 
 def test_a_late_catch_up_writes_to_no_page_that_a_window_has_left(prompts, plain):
@@ -58,13 +58,3 @@ def test_a_late_catch_up_writes_to_no_page_that_a_window_has_left(prompts, plain
     )
     assert_same_tokens([plain[i] for i in chosen], run.results[0][0], "late prompts")
     assert run.draft_failures == 0 and run.accepted > 0
-
-
-def test_drafts_may_have_layers_with_a_window_on_the_v2_runner(prompts):
-    _, batch = on_v2(prompts)
-    settings = {**V2_ENGINE, "model": str(HYBRID)}
-    truth = engines.run([("generate", {"batches": [batch]})], **{**settings, "v2": False}).results[0][0]
-    spec = drafting_with(HYBRID, draft_kv_budget=1024)
-    run = engines.run([("generate", {"batches": [batch]})], speculative_config=spec, **settings)
-    assert_same_tokens(truth, run.results[0][0], "V2 runner, windows")
-    assert run.v2_runner and run.draft_failures == 0 and run.accepted == run.drafted > 0

@@ -1,56 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Greedy output equals plain decoding's: long requests, recorded graphs, the model's end, two ranks.
+"""Greedy output equals plain decoding's: long requests, recorded graphs, two ranks, custom policies.
 
 test_random_schedules.py has every policy under every schedule.
 """
 
 import engines
+import example_policy
 import pytest
 import texts
-from draft_engines import V2_ENGINE, V2_TOKENS, drafting_with, longest, on_v2
+from draft_engines import TINY_DRAFT, TINY_SPIRE, V2_ENGINE, drafting_with, few, longest, on_v2
 from engines import POLICIES, magicdec
-from greedy import GREEDY, assert_same_tokens, first_tokens
+from greedy import GREEDY, assert_same_tokens
 
 pytestmark = pytest.mark.extended
 
-BENCHMARKS = engines.HERE.parent / "benchmarks"
 
-
-@pytest.fixture(scope="module")
-def long_prompts() -> list[list[int]]:
-    """32 prompts of 20 to 7,000 tokens."""
-    return texts.prompts(32, 20, 7000)
-
-
-@pytest.fixture(scope="module")
-def long_plain(long_prompts) -> list[dict]:
-    return engines.generate(long_prompts, GREEDY, own_process=True, max_num_seqs=16).results[0][0]
-
-
-def test_greedy_output_of_long_and_short_requests_together_is_unchanged(long_prompts, long_plain):
+def test_greedy_output_of_long_and_short_requests_together_is_unchanged():
     """As users run it: engine core and worker are separate processes, and options have their defaults."""
-    last = longest(long_prompts)  # which are still in the prefix cache
-    again = {"prompts": [long_prompts[i] for i in last], "sampling": GREEDY}
-    run = engines.run(
-        [("generate", {"batches": [{"prompts": long_prompts, "sampling": GREEDY}, again]})],
-        own_process=True,
-        max_num_seqs=16,
-        speculative_config=magicdec(4),
-    )
+    prompts = texts.prompts(32, 20, 7000)
+    as_users = {"own_process": True, "max_num_seqs": 16}
+    plain = engines.generate(prompts, GREEDY, **as_users).results[0][0]
+    last = longest(prompts)  # which are still in the prefix cache
+    batches = [{"prompts": prompts, "sampling": GREEDY}]
+    batches.append({"prompts": [prompts[i] for i in last], "sampling": GREEDY})
+    run = engines.run([("generate", {"batches": batches})], speculative_config=magicdec(4), **as_users)
     first, cached = run.results[0]
-    assert_same_tokens(long_plain, first, "up to 7,000 tokens")
-    assert_same_tokens([long_plain[i] for i in last], cached, "prefix cached")
+    assert_same_tokens(plain, first, "up to 7,000 tokens")
+    assert_same_tokens([plain[i] for i in last], cached, "prefix cached")
     assert all(request["cached_tokens"] > 0 for request in cached)
-    assert run.draft_failures == 0 and run.drafted > 0
-
-
-@pytest.mark.parametrize("policy", ["snapkv by token", "verify-topk"])
-def test_greedy_output_of_a_long_and_short_requests_is_unchanged(long_prompts, long_plain, policy):
-    by_length = sorted(range(len(long_prompts)), key=lambda i: len(long_prompts[i]))
-    chosen = [by_length[-1], *by_length[:7]]
-    spec = magicdec(4, **POLICIES[policy])
-    run = engines.generate([long_prompts[i] for i in chosen], GREEDY, speculative_config=spec)
-    assert_same_tokens([long_plain[i] for i in chosen], run.results[0][0], f"7,000 tokens, {policy}")
     assert run.draft_failures == 0 and run.drafted > 0
 
 
@@ -62,35 +39,38 @@ ON_V2 = {
         4, draft_kv_budget=128, native_attention=False, **POLICIES["snapkv by token"]
     ),
     "verify-topk": magicdec(3, draft_kv_budget=WHOLE, native_attention=False, **POLICIES["verify-topk"]),
-    "a draft model": drafting_with(BENCHMARKS / "tiny-draft", draft_kv_budget=64, native_attention=False),
-    "SPIRe": drafting_with(BENCHMARKS / "tiny-spire", native_attention=False),
+    "a draft model": drafting_with(TINY_DRAFT, draft_kv_budget=64, native_attention=False),
+    "SPIRe": drafting_with(TINY_SPIRE, native_attention=False),
 }
 
 
 @pytest.mark.parametrize("case", ON_V2)
 def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain, case):
     """Draft steps run eagerly first, then from CUDA graphs (recorded ones, see recorded_graphs.py)."""
-    chosen, batch = on_v2(prompts)
+    batch, expected = on_v2(prompts, plain)
     run = engines.run(
         [
-            ("generate_and_count_drafts", {"batches": [batch]}),
+            ("generate_and_count", {"batches": [batch]}),
             ("record_graphs", {"sizes": [2, 4]}),
             ("watch_draft_steps", {}),
-            ("generate_and_count_drafts", {"batches": [batch]}),
+            ("generate_and_count", {"batches": [batch]}),
             ("count_replays", {}),
-            ("count_draft_steps", {}),
+            ("noted", {}),
         ],
         **V2_ENGINE,
         enable_prefix_caching=False,
         speculative_config=ON_V2[case],
     )
     assert run.v2_runner and run.draft_failures == 0
-    expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]
     eager, _, _, replayed, replays, steps = run.results
     for how, result in (("eager", eager), ("replayed", replayed)):
         assert_same_tokens(expected, result["batches"][0], f"V2 runner, {how}, {case}")
-        assert (result["accepted"], result["drafted"]) == (eager["accepted"], eager["drafted"])
-    assert (eager["accepted"] == eager["drafted"] > 0) == (case == "verify-topk"), "a view of everything"
+    drafted, accepted = (
+        [result["counted"][engines.SPEC_METRIC + name] for result in (eager, replayed)]
+        for name in ("draft_tokens", "accepted_tokens")
+    )
+    assert len({*drafted}) == len({*accepted}) == 1, "replayed drafts are the eager ones"
+    assert (accepted == drafted and drafted[0] > 0) == (case == "verify-topk"), "a view of everything"
     # 4, 3, 2 and 1 requests at a time; first steps of a draft model have two tokens per request.
     sizes = {"2", "4", "2 x 2", "4 x 2"} if case == "a draft model" else {"2", "4"}
     assert sizes <= set(replays) and all(replays[size] for size in sizes)
@@ -98,36 +78,10 @@ def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain, case):
         assert steps == {"graph": sum(replays.values()), "flashinfer": 0, "eager": 0}
 
 
-@pytest.mark.parametrize(
-    ("v2", "number", "lookup", "executor"),
-    [
-        (False, 4, "off", "mp"),
-        (False, "auto", "auto", "uni"),  # rounds without drafts, and such as are looked up
-        (True, 4, "on", "uni"),  # counts of every round travel with the same outputs
-    ],
-)
-def test_drafts_come_with_the_outputs_and_not_in_a_call_of_their_own(
-    prompts, plain, v2, number, lookup, executor
-):
-    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 600][:8]
-    batches = [{"prompts": [prompts[i] for i in chosen], "sampling": {**GREEDY, "max_tokens": 24}}]
-    run = engines.run(
-        [("generate_without_asking_for_drafts", {"batches": batches})],
-        v2=v2,
-        max_num_seqs=4,
-        distributed_executor_backend=executor,
-        speculative_config=magicdec(number, draft_lookup=lookup),
-    )
-    expected = [first_tokens(plain[i], 24) for i in chosen]
-    assert_same_tokens(expected, run.results[0][0], "drafts with the outputs")
-    assert run.v2_runner == v2
-    assert run.accepted > 0 and run.draft_failures == 0
-
-
 SPLIT = {
     "int4 weights": magicdec(4, draft_kv_budget=128, draft_weights="int4"),
     "snapkv by token": magicdec(4, draft_kv_budget=128, **POLICIES["snapkv by token"]),
-    "a draft model": drafting_with(BENCHMARKS / "tiny-draft", draft_kv_budget=128),
+    "a draft model": drafting_with(TINY_DRAFT, draft_kv_budget=128),
     # Ranks look up and cut alike; otherwise they would wait for one another in passes of different sizes.
     "lookups": magicdec(
         "auto", draft_kv_budget=128, draft_lookup="on", draft_lookup_sources=["context", "served"]
@@ -138,14 +92,21 @@ SPLIT = {
 @engines.needs_tensor_parallel
 @pytest.mark.parametrize("case", SPLIT)
 def test_greedy_output_is_unchanged_with_tensor_parallel_2(prompts, plain, case):
-    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 1000][:16]
-    run = engines.generate(
-        [prompts[i] for i in chosen],
-        GREEDY,
-        **engines.TENSOR_PARALLEL_2,
-        max_num_seqs=8,
-        speculative_config=SPLIT[case],
-    )
-    assert_same_tokens([plain[i] for i in chosen], run.results[0][0], f"tensor parallel 2, {case}")
+    batch, expected = few(prompts, plain, number=16, below=1000)
+    engine = {**engines.TENSOR_PARALLEL_2, "max_num_seqs": 8}
+    run = engines.generate(**batch, **engine, speculative_config=SPLIT[case])
+    assert_same_tokens(expected, run.results[0][0], f"tensor parallel 2, {case}")
     assert run.accepted > 0
     assert case != "lookups" or run.metrics["vllm:magicdec_lookup_unchecked_tokens"] > 0
+
+
+def test_policies_of_other_packages_draft_losslessly(tmp_path, monkeypatch):
+    example_policy.install(tmp_path, monkeypatch)
+    prompts = texts.prompts(6, 200, 2000, seed=9)
+    truth = engines.generate(prompts, GREEDY, max_num_seqs=4)
+    for policy, budget in (("strided", 128), ("first-key", 192)):
+        spec = magicdec(3, draft_kv_policy=policy, draft_kv_budget=budget)
+        run = engines.generate(prompts, GREEDY, max_num_seqs=4, speculative_config=spec)
+        assert_same_tokens(truth.results[0][0], run.results[0][0], policy)
+        assert run.accepted > 0
+        assert run.draft_failures == 0

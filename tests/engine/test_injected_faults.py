@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults injected into drafting (`tests/fault_plugin`): they cost speed and are counted by name."""
+"""Faults injected into drafting (`tests/fault_plugin`): they cost speed and are counted by name.
+
+The soak has those of lookups and of the controller.
+"""
 
 from collections import Counter
 
 import engines
 import numpy as np
 import pytest
-from engines import MODEL, magicdec
+from draft_engines import few
+from engines import MODEL, POLICIES, magicdec
 from greedy import GREEDY, assert_same_tokens
 
 pytestmark = pytest.mark.extended
 
 FAILURES = "vllm:magicdec_failures:"
 # By fault: the expected counts of failures, and whether some drafts are accepted nevertheless.
-FIXED = {
+V1 = {
     "": ({}, True),
     "batch:last=2": ({"batch": 3}, True),
     "selection:last=2": ({"selection": 3}, True),
@@ -25,15 +29,6 @@ FIXED = {
     "stuck:last=20": ({}, True),
     "summaries": ({}, True),
 }
-LOOKUPS = {
-    "batch:last=2": ({"batch": 3}, True),
-    "selection:last=2": ({"selection": 3}, True),
-    "third_step:last=2": ({"draft_step": 3}, True),
-    "lookup:last=2": ({"lookup": 3}, True),
-    "lookup": ({"lookup": 3}, True),
-    "nan": ({}, None),
-    "slow:last=10": ({}, True),
-}
 # V2's greedy drafts from NaN and token 0, which its failed rounds verify, may be right by chance.
 V2 = {
     "batch:last=2": ({"batch": 3}, True),
@@ -43,25 +38,30 @@ V2 = {
 }
 
 
-def run_under(faults, batch, tmp_path, spec, **engine):
+@pytest.mark.parametrize(
+    ("faults", "fields", "v2"), [(V1, POLICIES["verify-topk"], False), (V2, {}, True)], ids=["V1", "V2"]
+)
+def test_faults_change_no_answer_and_are_counted_by_name(prompts, plain, tmp_path, faults, fields, v2):
+    size = {"number": 3, "below": 300} if v2 else {"number": 6, "below": 700}
+    batch, expected = few(prompts, plain, **size)
+    spec = magicdec(4, draft_kv_budget=128 if v2 else 192, **fields)
     file = tmp_path / "fault"
     file.write_text("")
-    arguments = {"batches": [batch], "faults": list(faults), "file": str(file)}
-    return engines.run(
-        [("generate_under_faults", arguments)],
+    run = engines.run(
+        [("generate_under_faults", {"batches": [batch], "faults": list(faults), "file": str(file)})],
+        v2=v2,
         strict=False,
         env={engines.FAULT: str(file)},
+        max_num_seqs=8,
+        num_gpu_blocks_override=257,
         speculative_config=spec,
-        **engine,
     )
-
-
-def assert_counted(run, faults, expected, what):
-    """Check answers and counters, and that each fault has happened, also those without a counter."""
+    assert run.v2_runner == v2
+    # Also those without a counter have happened.
     for name, times in Counter(fault.partition(":")[0] for fault in faults if fault).items():
         assert run.log.count(f"The fault {name} happens, on purpose") >= times, name
     for result, (fault, (failures, accepts)) in zip(run.results[0], faults.items(), strict=True):
-        assert_same_tokens(expected, result["batches"][0], f"{what}, {fault or 'no fault'}")
+        assert_same_tokens(expected, result["batches"][0], fault or "no fault")
         counted = {
             name.removeprefix(FAILURES): number
             for name, number in result["counted"].items()
@@ -70,51 +70,23 @@ def assert_counted(run, faults, expected, what):
         assert counted == failures, fault
         accepted = result["counted"]["vllm:spec_decode_num_accepted_tokens"]
         assert accepts is None or (accepted > 0) == accepts, (fault, accepted)
-
-
-@pytest.mark.parametrize(
-    ("faults", "spec"),
-    [
-        (FIXED, magicdec(4, draft_kv_budget=192, draft_kv_policy="verify-topk")),
-        (LOOKUPS, magicdec(4, draft_kv_budget=192, draft_lookup="on", draft_sample_method="probabilistic")),
-    ],
-    ids=["verify-topk", "lookups"],
-)
-def test_faults_change_no_answer_and_are_counted_by_name(prompts, plain, tmp_path, faults, spec):
-    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 700][:6]
-    batch = {"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}
-    run = run_under(faults, batch, tmp_path, spec, max_num_seqs=8)
-    assert_counted(run, faults, [plain[i] for i in chosen], "V1 runner")
     accepted = {
         fault: result["counted"]["vllm:spec_decode_num_accepted_tokens"]
         for result, fault in zip(run.results[0], faults, strict=True)
     }
-    if "lookup" in faults:
-        counted = run.results[0][list(faults).index("lookup")]["counted"]
-        assert counted["vllm:magicdec_lookup_pauses"] == 1
     if "summaries" in faults:  # other pages, other drafts; slow ones are the same
         assert accepted["slow:last=10"] == accepted["stuck:last=20"] != accepted["summaries"]
 
 
-def test_faults_on_the_v2_runner(prompts, plain, tmp_path):
-    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 300][:3]
-    batch = {"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}
-    spec = magicdec(4, draft_kv_budget=128)
-    run = run_under(V2, batch, tmp_path, spec, v2=True, max_num_seqs=4, num_gpu_blocks_override=257)
-    assert run.v2_runner
-    assert_counted(run, V2, [plain[i] for i in chosen], "V2 runner")
-
-
 def test_a_fault_in_capture_leaves_eager_draft_steps(prompts, plain, tmp_path):
     """The second of two recorded graphs fails (recorded_graphs.py)."""
-    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 300][:3]
-    batches = [{"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}]
+    batch, expected = few(prompts, plain, number=3, below=300)
     run = engines.run(
         [
             ("record_graphs", {"sizes": [2, 4]}),
             ("watch_draft_steps", {}),
-            ("generate", {"batches": batches}),
-            ("count_draft_steps", {}),
+            ("generate", {"batches": [batch]}),
+            ("noted", {}),
         ],
         v2=True,
         strict=False,
@@ -125,20 +97,11 @@ def test_a_fault_in_capture_leaves_eager_draft_steps(prompts, plain, tmp_path):
     )
     assert "draft steps run without CUDA graphs, slower: capturing failed" in run.log
     assert "capture, on purpose" in run.log
-    assert_same_tokens([plain[i] for i in chosen], run.results[2][0], "after a capture that failed")
+    assert_same_tokens(expected, run.results[2][0], "after a capture that failed")
     steps = run.results[3]
     assert steps["eager"] > 0 and steps["graph"] == 0
     assert run.metrics[FAILURES + "capture"] == 1
     assert run.accepted > 0 and run.draft_failures == 0
-
-
-def test_a_fault_in_the_controller_leaves_plain_decoding(prompts, plain, tmp_path):
-    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 700][:6]
-    batch = {"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}
-    spec = {"method": "magicdec-self", "num_speculative_tokens": "auto"}
-    faults = {"": ({}, None), "slow:last=20,drafts=4": ({}, None), "controller": ({"controller": 1}, None)}
-    run = run_under(faults, batch, tmp_path, spec, max_num_seqs=8)
-    assert_counted(run, faults, [plain[i] for i in chosen], "auto")
 
 
 def test_truncating_a_datastore_costs_only_its_lookups(prompts, plain, tmp_path):

@@ -4,9 +4,6 @@
 So a machine with AVX-512 guards those without.
 """
 
-import subprocess
-import sys
-
 import engines
 import kernel_libraries
 import pytest
@@ -26,16 +23,7 @@ pytestmark = [
 def test_attention_of_the_library(library, tests):
     """Packed caches are unpacked correctly, layers with different windows have separate plans, and models
     are refused for their RoPE only if vLLM computes it wrongly."""
-    path = engines.HERE / "attention" / f"{tests}.py"
-    child = subprocess.run(
-        [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-q", str(path)],
-        cwd=engines.HERE.parent,
-        env=engines.environment(**kernel_libraries.environment(library)),
-        capture_output=True,
-        text=True,
-        timeout=engines.TIME_LIMIT_S,
-    )
-    assert child.returncode == 0, child.stdout[-6000:] + child.stderr[-2000:]
+    engines.run_tests(f"{tests}.py", env=kernel_libraries.environment(library))
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

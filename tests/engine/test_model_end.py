@@ -3,9 +3,8 @@
 
 import engines
 import pytest
-import spire_drafts
 import texts
-from draft_engines import drafting_with
+from draft_engines import TINY_SPIRE, V2_ENGINE, drafting_with
 from engines import MODEL, POLICIES, magicdec
 from greedy import GREEDY, assert_same_tokens
 from test_draft_lookup import lookup_metrics
@@ -14,12 +13,12 @@ pytestmark = pytest.mark.extended
 
 MODEL_LEN = 256
 ENGINE = {"max_model_len": MODEL_LEN, "max_num_seqs": 8}
-V2_ENGINE = {**ENGINE, "v2": True, "max_num_seqs": 4, "num_gpu_blocks_override": 257}
 CASES = {
     "streamingllm": magicdec(16, draft_kv_budget=192),
     "verify-topk": magicdec(16, draft_kv_budget=192, **POLICIES["verify-topk"]),
     "lookups": magicdec(16, draft_kv_budget=192, draft_lookup="on"),
     "a draft model": drafting_with(MODEL, 16, draft_kv_budget=MODEL_LEN),
+    "SPIRe": drafting_with(TINY_SPIRE, 16),
 }
 
 
@@ -36,15 +35,10 @@ def truth(batch) -> list[dict]:
     return engines.generate(**batch, **ENGINE).results[0][0]
 
 
-@pytest.mark.parametrize("case", [*CASES, "SPIRe"])
-def test_answers_are_plain_decodings(tmp_path, batch, truth, case):
+@pytest.mark.parametrize("case", CASES)
+def test_answers_are_plain_decodings(batch, truth, case):
     """A draft crosses the model's end at every step."""
-    if case == "SPIRe":
-        draft = spire_drafts.write(tmp_path, MODEL, num_layers=2, sinks=3, window=37, noise=0.05)
-        spec = drafting_with(draft, 16)
-    else:
-        spec = CASES[case]
-    run = engines.generate(speculative_config=spec, **batch, **ENGINE)
+    run = engines.generate(speculative_config=CASES[case], **batch, **ENGINE)
     assert_same_tokens(truth, run.results[0][0], f"the model's end, {case}")
     assert {r["completions"][0]["finish_reason"] for r in run.results[0][0]} == {"length"}
     assert run.draft_failures == 0 and run.accepted > 0
@@ -55,13 +49,12 @@ def test_answers_are_plain_decodings(tmp_path, batch, truth, case):
 def test_answers_are_plain_decodings_on_the_v2_runner(batch, truth, on_device):
     """Requests have fewer drafts than the tensor for vLLM's runner has columns."""
     few = {**batch, "prompts": batch["prompts"][:18:3]}
+    fields = {"draft_kv_budget": 64, "draft_lookup": "on", "draft_sample_method": "probabilistic"}
     run = engines.run(
         [("generate_with_random_lookups", {"batches": [few], "seed": 3})],
         env={"MAGICDEC_TEST_TOKENS_ON_DEVICE": "1"} if on_device else None,
-        speculative_config=magicdec(
-            8, draft_kv_budget=64, draft_lookup="on", draft_sample_method="probabilistic"
-        ),
-        **V2_ENGINE,
+        speculative_config=magicdec(8, **fields),
+        **{**V2_ENGINE, **ENGINE, "max_num_seqs": 4},
     )
     assert_same_tokens(truth[:18:3], run.results[0][0], "the model's end, V2 runner")
     assert run.v2_runner and run.draft_failures == 0

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests at the edges: prompts given as embeddings, of one token and of nearly all, seeds with chunks."""
+"""Requests at the edges: prompts given as embeddings, of one token and of nearly all, seeds with chunks.
+
+Also what a starting engine refuses; tests/door/ has the other refusals.
+"""
 
 import engines
 import pytest
+from draft_engines import TINY_DRAFT, TINY_SPIRE, drafting_with
 from engines import POLICIES, magicdec
 from greedy import GREEDY, assert_same_tokens
 
@@ -57,3 +61,19 @@ def test_shortest_and_longest_requests_are_answered_as_without_speculation(promp
     )
     assert_same_tokens(plain, run.results[0][0], "edges")
     assert run.draft_failures == 0
+
+
+CONNECTOR = {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}
+NO_CONNECTOR = "does not work with a KV connector"
+REFUSED = {
+    "connector with a draft model": (drafting_with(TINY_DRAFT), CONNECTOR, NO_CONNECTOR),
+    "connector with SPIRe": (drafting_with(TINY_SPIRE), CONNECTOR, NO_CONNECTOR),
+    "SPIRe alone": (None, {"model": str(TINY_SPIRE)}, "serve its target with --spec-method magicdec"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused_in_a_sentence(case):
+    spec, engine, sentence = REFUSED[case]
+    with pytest.raises(engines.RefusedError, match=sentence):
+        engines.generate([[1, 2, 3]], GREEDY, speculative_config=spec, **engine)

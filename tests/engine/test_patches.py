@@ -9,11 +9,10 @@ from pathlib import Path
 
 import engines
 import pytest
-import spire_drafts
 import vllm
-from draft_engines import V2_ENGINE, V2_TOKENS, drafting_with, on_v2
-from engines import MODEL, magicdec
-from greedy import GREEDY, assert_same_tokens, first_tokens
+from draft_engines import TINY_SPIRE, V2_ENGINE, drafting_with, few, on_v2
+from engines import magicdec
+from greedy import assert_same_tokens
 
 from vllm_magicdec.vllm_api.hooks import HOOKS_BESIDE_REGISTRY
 
@@ -82,39 +81,25 @@ def test_the_plugin_wraps_only_what_the_registry_does_not_cover(patched_tree):
 def test_attention_on_the_patched_tree_needs_no_fix_by_the_plugin(patched_tree):
     module = patched_tree / "vllm" / "v1" / "attention" / "backends" / "cpu_attn.py"
     assert "_group_sliding_window" not in module.read_text(), "`cpu_attention.patch` leaves it alone"
-    path = str(engines.HERE / "attention" / "plans_by_window.py")
-    child = subprocess.run(
-        [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-q", "-k", "right", path],
-        cwd=engines.HERE.parent,
-        env=engines.environment(),
-        capture_output=True,
-        text=True,
-        timeout=engines.TIME_LIMIT_S,
-    )
-    assert child.returncode == 0, child.stdout[-6000:] + child.stderr[-2000:]
+    engines.run_tests("plans_by_window.py", "-k", "right")
 
 
 def test_an_engine_on_the_patched_tree_drafts_losslessly(patched_tree, plain, prompts):
-    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 600][:4]
+    batch, expected = few(prompts, plain, number=4, below=600)
     run = engines.generate(
-        [prompts[i] for i in chosen],
-        GREEDY,
+        **batch,
         max_num_seqs=4,
         num_gpu_blocks_override=257,
         speculative_config=magicdec(3, draft_kv_budget=engines.MODEL_LEN),
     )
-    assert_same_tokens([plain[i] for i in chosen], run.results[0][0], "patched vLLM")
+    assert_same_tokens(expected, run.results[0][0], "patched vLLM")
     assert run.accepted == run.drafted > 0
     assert "Replaced vLLM's expand_batch_to_tokens" not in run.log
 
 
-def test_a_spire_draft_on_the_patched_tree_and_the_v2_runner(patched_tree, plain, prompts, tmp_path):
-    draft = spire_drafts.write(tmp_path, MODEL, num_layers=2, sinks=3, window=37, noise=0.05)
-    chosen, batch = on_v2(prompts)
-    run = engines.run(
-        [("generate", {"batches": [batch]})], **V2_ENGINE, speculative_config=drafting_with(draft)
-    )
+def test_a_spire_draft_on_the_patched_tree_and_the_v2_runner(patched_tree, plain, prompts):
+    batch, expected = on_v2(prompts, plain)
+    run = engines.generate(**batch, **V2_ENGINE, speculative_config=drafting_with(TINY_SPIRE))
     assert run.v2_runner
-    expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]
     assert_same_tokens(expected, run.results[0][0], "patched vLLM, SPIRe")
     assert run.draft_failures == 0 and 0 < run.accepted < run.drafted

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +26,6 @@ import pyarrow.parquet as pq
 import pytest
 import texts
 from greedy import GREEDY
-from ray_processes import batch_replicas, below, started, with_engines
 
 pytestmark = [
     pytest.mark.extended,
@@ -81,6 +81,30 @@ def assert_gone(processes):
     assert not alive
 
 
+@contextmanager
+def started(command, log, env):
+    """Run a command with its output in `log`; the end of the block kills it and its children."""
+    process = None
+    try:
+        with log.open("wb") as output:
+            process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT)
+        yield process
+    finally:
+        if process is not None:
+            left = below(process.pid) if process.poll() is None else []
+            for one in (process, *left):
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
+            process.wait()
+
+
+def below(pid):
+    """Return all descendants of a process."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).children(recursive=True)
+    return []
+
+
 @dataclass
 class Server:
     """`ray_serve.py` with its own Ray cluster, which jobs can join long before the server is ready."""
@@ -120,18 +144,15 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory):
-    """Write texts to files of all three types; return the folder and each document's text by name."""
+    """Write texts to a file of each type; return the folder and each document's text by name."""
     folder = tmp_path_factory.mktemp("documents")
-    rows = [texts.tokenizer().decode(ids) for ids in texts.prompts(NUM_DOCUMENTS, 50, 400, seed=7)]
-    by_name = {}
-    for index, text in enumerate(rows[:4]):
-        (folder / f"{index}.txt").write_text(text)
-        by_name[f"{folder}/{index}.txt"] = text
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows[4:20]))
-    by_name |= {f"{folder}/rows.jsonl#{index}": text for index, text in enumerate(rows[4:20])}
+    first, *rows = (texts.tokenizer().decode(ids) for ids in texts.prompts(NUM_DOCUMENTS, 50, 400, seed=7))
+    (folder / "0.txt").write_text(first)
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows[:20]))
     pq.write_table(pa.table({"text": rows[20:]}), folder / "table.parquet")
-    by_name |= {f"{folder}/table.parquet#{index}": text for index, text in enumerate(rows[20:])}
-    return folder, by_name
+    by_name = {f"{folder}/0.txt": first}
+    by_name |= {f"{folder}/rows.jsonl#{index}": text for index, text in enumerate(rows[:20])}
+    return folder, by_name | {f"{folder}/table.parquet#{i}": text for i, text in enumerate(rows[20:])}
 
 
 @pytest.fixture(scope="module")
@@ -179,10 +200,23 @@ class Jobs:
         return sum(pq.read_metadata(file).num_rows for file in self.answers.glob("answers-*.parquet"))
 
     def replicas(self):
-        return batch_replicas(self.server.process.pid)
+        """Return the jobs' replicas, whether or not their engine has started."""
+        found = []
+        for one in below(self.server.process.pid):
+            with suppress(psutil.NoSuchProcess):
+                if "vLLMEngineStage" in " ".join(one.cmdline()):
+                    found.append(one)
+        return found
 
     def two_with_engines(self, but):
-        found = [one for one in with_engines(self.replicas()) if one not in but]
+        """Return two replicas whose engine has started: until then, Ray names them by `__init__`."""
+        found = []
+        for one in self.replicas():
+            with suppress(psutil.NoSuchProcess):
+                names = ["".join(child.cmdline()) for child in one.children()]
+                is_starting = "__init__" in "".join(one.cmdline())
+                if one not in but and not is_starting and any("EngineCore" in name for name in names):
+                    found.append(one)
         return found if len(found) == 2 else None
 
 
@@ -220,7 +254,7 @@ def test_an_interrupted_job_resumes_and_a_dying_replica_loses_nothing(
         job.wait(TIME_LIMIT_S)
     said = log.read_text()
     assert job.returncode == 0, said
-    assert f"{NUM_DOCUMENTS} documents in 6 files, of which {before} are answered" in said
+    assert f"{NUM_DOCUMENTS} documents in 3 files, of which {before} are answered" in said
     files = sorted(jobs.answers.glob("*.parquet"))
     rows = [row for file in files for row in pq.read_table(file).to_pylist()]
     assert sorted(row["document"] for row in rows) == sorted(by_name), "each one once"
@@ -229,7 +263,6 @@ def test_an_interrupted_job_resumes_and_a_dying_replica_loses_nothing(
     assert same >= NUM_DOCUMENTS - 1  # a near-tie may fall the other way; test_greedy.py judges those
     for row in rows:
         assert row["rounds"] > 0 and row["drafted"] >= row["accepted"] >= 0
-        assert row["acceptance_length"] == pytest.approx(1 + row["accepted"] / row["rounds"], rel=1e-5)
     assert f"all {NUM_DOCUMENTS} documents" in said
 
 

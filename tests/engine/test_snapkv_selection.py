@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """SnapKV's selections in engines against a slow float64 reference written from the paper's formulas."""
 
-import json
-
 import engines
 import numpy as np
 import pytest
@@ -17,6 +15,9 @@ pytestmark = pytest.mark.extended
 
 WINDOW, KERNEL, SINK, BUDGET = 32, 7, 16, 160
 NUM_SELECTED = BUDGET - WINDOW - SINK
+# As published: no recent tokens beside the window.
+SNAPKV = {"draft_kv_policy": "snapkv", "snapkv_window": WINDOW, "snapkv_recent": 0}
+SPEC = magicdec(3, draft_kv_budget=BUDGET, **SNAPKV)
 # The engine scores in float32: scores closer than this, relative to the last one taken, are ties.
 TIE = 1e-4
 
@@ -70,16 +71,7 @@ def scores_of_entries(granularity: str, scores: np.ndarray) -> np.ndarray:
 def test_the_engines_selection_is_the_references(prompts, engine, granularity):
     """tests/policies/test_snapkv.py has other numbers of heads."""
     unit, sinks, recent, num_selected = GRANULARITIES[granularity]
-    spec = magicdec(
-        3,
-        draft_kv_policy="snapkv",
-        draft_kv_granularity=granularity,
-        draft_kv_budget=BUDGET,
-        draft_kv_sink=SINK,
-        snapkv_kernel=KERNEL,
-        snapkv_window=WINDOW,
-        snapkv_recent=0,  # as published
-    )
+    spec = {**SPEC, "draft_kv_granularity": granularity, "draft_kv_sink": SINK, "snapkv_kernel": KERNEL}
     run = engines.run(
         # Twice: the second time every prompt is in the prefix cache, and its queries are not computed.
         [("selections", {"prompts": prompts})] * 2,
@@ -113,20 +105,8 @@ def test_the_engines_selection_is_the_references(prompts, engine, granularity):
 
 
 def test_refreshing_selects_again(prompts):
-    spec = magicdec(
-        3,
-        draft_kv_policy="snapkv",
-        draft_kv_granularity="token",
-        draft_kv_budget=BUDGET,
-        draft_kv_refresh=8,
-        snapkv_window=WINDOW,
-        snapkv_recent=0,
-    )
-    run = engines.run(
-        [("selections", {"prompts": [prompts[-1]], "max_tokens": 40})],
-        max_num_seqs=2,
-        speculative_config=spec,
-    )
+    spec = {**SPEC, "draft_kv_granularity": "token", "draft_kv_refresh": 8}
+    steps = [("selections", {"prompts": [prompts[-1]], "max_tokens": 40})]
+    run = engines.run(steps, max_num_seqs=2, speculative_config=spec)
     (selection,) = run.results[0]
     assert selection["end"] >= len(prompts[-1]) - WINDOW + 24
-    assert json.dumps(selection["positions"])

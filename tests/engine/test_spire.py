@@ -1,35 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """A SPIRe draft (a `model` trained by `magicdec train-draft`) follows its equations, losslessly.
 
-Nobody has trained the drafts here: they are the target's last blocks, with noise or without.
+Nobody has trained the drafts of the equations: they are the target's last blocks with noise.
 """
-
-from pathlib import Path
 
 import engines
 import pytest
 import spire_drafts
 import texts
 import torch
-from draft_engines import V2_ENGINE, V2_TOKENS, WHOLE_LEN, drafting_with, on_v2
+from draft_engines import TINY_SPIRE, V2_ENGINE, WHOLE_LEN, drafting_with, on_v2
 from engines import MODEL
-from greedy import GREEDY, assert_same_tokens, first_tokens
+from greedy import GREEDY, assert_same_tokens
 
 pytestmark = pytest.mark.extended
 
-TINY_SPIRE = engines.HERE.parent / "benchmarks" / "tiny-spire"
 
-
-@pytest.fixture(scope="module")
-def draft(tmp_path_factory) -> Path:
-    return spire_drafts.write(
-        tmp_path_factory.mktemp("spire"), MODEL, num_layers=2, sinks=3, window=37, noise=0.05
+@pytest.mark.parametrize(
+    ("num_layers", "feedback_memory", "v2", "number", "min_rounds"),
+    # With `auto`, lookups are verified without the draft, which then drafts token by token.
+    [(2, True, False, 4, 30), (2, False, True, 4, 30), (6, True, True, 4, 30), (2, True, False, "auto", 1)],
+)
+def test_drafts_follow_the_equations(tmp_path, num_layers, feedback_memory, v2, number, min_rounds):
+    """Steps after the first use memory of drafted tokens; contexts are within and beyond the window."""
+    view = {"sinks": 3, "window": 37, "noise": 0.05, "feedback_memory": feedback_memory}
+    draft = spire_drafts.write(tmp_path / "draft", MODEL, num_layers=num_layers, **view)
+    path = tmp_path / "recorded.pt"
+    sampling = {**GREEDY, "max_tokens": 24 if number == "auto" else 14}
+    batch = {"prompts": texts.prompts(4, 4, 150, seed=3), "sampling": sampling}
+    run = engines.run(
+        [("generate_and_note_spire_drafts", {"batches": [batch], "path": str(path)})],
+        v2=v2,
+        max_model_len=WHOLE_LEN,
+        max_num_batched_tokens=64,
+        max_num_seqs=3,
+        speculative_config=drafting_with(draft, number, draft_lookup="on" if number == "auto" else "off"),
     )
-
-
-def assert_drafts_as_the_reference(path: Path, draft: Path, *, min_rounds: int) -> None:
-    reference = spire_drafts.SpireReference(draft, MODEL)
-    recorded = torch.load(path)
+    assert run.draft_failures == 0 and run.v2_runner == v2
+    reference, recorded = spire_drafts.SpireReference(draft, MODEL), torch.load(path)
     assert len(recorded) >= min_rounds
     activations: dict[str, torch.Tensor] = {}
     # The longest first: its activations serve the request's earlier rounds.
@@ -42,56 +50,15 @@ def assert_drafts_as_the_reference(path: Path, draft: Path, *, min_rounds: int) 
         assert difference < 1e-5, (own["request"], len(verified), len(own["tokens"]), float(difference))
 
 
-@pytest.mark.parametrize(
-    ("num_layers", "feedback_memory", "v2"), [(2, True, False), (2, False, True), (6, True, True)]
-)
-def test_drafts_follow_the_equations(tmp_path, num_layers, feedback_memory, v2):
-    """Steps after the first use memory of drafted tokens; contexts are within and beyond the window."""
-    draft = spire_drafts.write(
-        tmp_path / "draft",
-        MODEL,
-        num_layers=num_layers,
-        sinks=3,
-        window=37,
-        noise=0.05,
-        feedback_memory=feedback_memory,
-    )
-    recorded = str(tmp_path / "recorded.pt")
-    batch = {"prompts": texts.prompts(4, 4, 150, seed=3), "sampling": {**GREEDY, "max_tokens": 14}}
-    run = engines.run(
-        [("generate_and_note_spire_drafts", {"batches": [batch], "path": recorded})],
-        v2=v2,
-        max_model_len=WHOLE_LEN,
-        max_num_batched_tokens=64,
-        max_num_seqs=3,
-        speculative_config=drafting_with(draft),
-    )
-    assert run.draft_failures == 0 and run.v2_runner == v2
-    assert_drafts_as_the_reference(Path(recorded), draft, min_rounds=30)
-
-
-def test_it_drafts_token_by_token_where_lookups_are_verified_unchecked(tmp_path, draft):
-    recorded = str(tmp_path / "recorded.pt")
-    batch = {"prompts": texts.prompts(3, 30, 120, seed=4), "sampling": {**GREEDY, "max_tokens": 24}}
-    run = engines.run(
-        [("generate_and_note_spire_drafts", {"batches": [batch], "path": recorded})],
-        max_num_seqs=3,
-        speculative_config=drafting_with(draft, "auto", draft_lookup="on"),
-    )
-    assert run.draft_failures == 0
-    assert_drafts_as_the_reference(Path(recorded), draft, min_rounds=1)
-
-
 @pytest.mark.parametrize(("v2", "number"), [(False, "auto"), (True, 4)])
-def test_failed_memory_loses_no_request(prompts, plain, draft, v2, number):
-    chosen, batch = on_v2(prompts)
+def test_failed_memory_loses_no_request(prompts, plain, v2, number):
+    batch, expected = on_v2(prompts, plain)
     run = engines.run(
         [("generate_with_broken_memory", {"batches": [batch]})],
         **{**V2_ENGINE, "v2": v2},
         strict=False,
-        speculative_config=drafting_with(draft, number),
+        speculative_config=drafting_with(TINY_SPIRE, number),
     )
-    expected = [first_tokens(plain[i], V2_TOKENS) for i in chosen]
     assert_same_tokens(expected, run.results[0][0], "broken memory")
     assert run.v2_runner == v2 and run.draft_failures > 0
 
@@ -111,10 +78,8 @@ def test_the_shipped_draft_compiles_and_runs_in_separate_processes(prompts, plai
     assert "256 tokens (4 sinks, the 252 latest)" in run.log
 
 
-def test_the_engine_starts_without_weights(prompts, draft):
+def test_the_engine_starts_without_weights(prompts):
     """Benchmarks that measure only speed start it this way."""
-    spec = drafting_with(draft)
-    run = engines.generate(
-        prompts[:2], {**GREEDY, "max_tokens": 4}, load_format="dummy", speculative_config=spec
-    )
+    engine = {"load_format": "dummy", "speculative_config": drafting_with(TINY_SPIRE)}
+    run = engines.generate(prompts[:2], {**GREEDY, "max_tokens": 4}, **engine)
     assert run.draft_failures == 0 and run.drafted > 0

@@ -4,7 +4,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import engines
 import pytest
@@ -20,10 +19,8 @@ PNG = b"\x89PNG"
 pytestmark = pytest.mark.extended
 
 
-@pytest.fixture(scope="module")
-def short_run(tmp_path_factory) -> tuple[dict, Path, str]:
-    """Run two methods; return (record, folder, standard output)."""
-    out = tmp_path_factory.mktemp("suite") / "out"
+def test_every_load_runs_on_every_method(tmp_path):
+    out = tmp_path / "out"
     command = [
         *(sys.executable, suite.__file__, "--quick", "--out", str(out)),
         *("--requests", str(REQUESTS), "--tokens", str(TOKENS), "--drafts", str(DRAFTS)),
@@ -37,37 +34,19 @@ def short_run(tmp_path_factory) -> tuple[dict, Path, str]:
             child.terminate()  # so that its servers end with it
             raise
     assert child.returncode == 0, printed[-4000:] + errors[-4000:]
-    return json.loads((out / "suite.json").read_text()), out, printed
-
-
-def test_every_load_runs_on_every_method(short_run):
-    record, out, _ = short_run
+    record = json.loads((out / "suite.json").read_text())
     assert list(record["methods"]) == ["plain", "magicdec-streamingllm"]
     cells = [(run["method"], run["context"], run["concurrency"]) for run in record["runs"]]
     fixed = [(context, concurrency) for context in (200, 600) for concurrency in (1, 2)]
     assert cells == [(m, *cell) for m in record["methods"] for cell in [*fixed, (600, None)]]
-    rates = {run["rate"] for run in record["runs"] if run["concurrency"] is None}
-    most = max(r["request_throughput"] for r in record["runs"][:4] if r["context"] == 600)
-    assert rates == {float(f"{0.5 * most:.2g}")}
     for run in record["runs"]:
         assert run["completed"] == REQUESTS and run["total_output_tokens"] == REQUESTS * TOKENS
         assert run["total_input_tokens"] == pytest.approx(REQUESTS * run["context"], rel=0.02)
-        load = suite.Load(run["context"], run["concurrency"], run["rate"])
-        vllm = json.loads((out / run["method"] / load.name / "1" / "result.json").read_text())
-        assert run.items() >= {name: vllm[name] for name in ("output_throughput", "p99_e2el_ms")}.items()
-
-
-def test_acceptance_is_reported_for_drafting_methods_only(short_run):
-    record, _, _ = short_run
     for context in (200, 600):
         assert suite_plots.pooled_acceptance(record["runs"], "plain", context) == []
         rates = suite_plots.pooled_acceptance(record["runs"], "magicdec-streamingllm", context)
         assert len(rates) == DRAFTS
         # A budget of 512 tokens holds all of the short context.
         assert 0.2 < rates[-1] <= rates[0] <= 1
-
-
-def test_tables_and_plots_are_written(short_run):
-    _, out, printed = short_run
     assert all((out / name).read_bytes().startswith(PNG) for name in PLOTS)
     assert "magicdec-streamingllm" in printed and str(out) in printed.replace("\n", "")

@@ -25,27 +25,17 @@ ZENTORCH = Path(sys.prefix, "zentorch")  # by .ci/setup_venv.py
 FOLDER = ZENTORCH if ZENTORCH.is_dir() else engines.HERE / "zen"
 
 
-@pytest.fixture(scope="module")
-def generate(prompts):
-    """A function that runs an engine with a few prompts on that platform and returns its results."""
+def test_output_is_plain_decodings_with_the_kernel(prompts, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(FOLDER), prepend=os.pathsep)
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")  # says which linear layers run
     batch = {"prompts": prompts[:6], "sampling": {**GREEDY, "max_tokens": 16}}
-
-    def on_zen(*more_steps, **engine):
-        run = engines.run(
-            [("generate", {"batches": [batch]}), *more_steps], own_process=True, max_num_seqs=8, **engine
-        )
-        # The stub packs no weights.
-        assert f"using zentorch_linear_unary (prepacked={FOLDER == ZENTORCH})" in run.log
-        return run.results
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(FOLDER), prepend=os.pathsep)
-        patch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")  # says which linear layers run
-        yield on_zen
-
-
-def test_output_is_plain_decodings_with_the_kernel(generate):
-    config = magicdec(4, draft_kv_budget=256, **POLICIES["snapkv by token"])
-    answers, described = generate(("describe_draft", {}), speculative_config=config)
+    steps = [("generate", {"batches": [batch]}), ("describe_attention", {})]
+    spec = magicdec(4, draft_kv_budget=256, **POLICIES["snapkv by token"])
+    plain, run = (
+        engines.run(steps, own_process=True, max_num_seqs=8, speculative_config=one) for one in (None, spec)
+    )
+    for log in (plain.log, run.log):  # the stub packs no weights
+        assert f"using zentorch_linear_unary (prepacked={FOLDER == ZENTORCH})" in log
+    answers, described = run.results
     assert described["native_layers"] == described["attention_layers"]
-    assert_same_tokens(generate()[0][0], answers[0], "Zen")
+    assert_same_tokens(plain.results[0][0], answers[0], "Zen")

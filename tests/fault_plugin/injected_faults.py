@@ -13,7 +13,7 @@ start and stop in a running server. The log says when a fault first happens.
 | `batch` | reading the requests of a round raises |
 | `selection` | the policy raises |
 | `third_step` | a pass that makes the third draft of a round raises |
-| `lookup` | a lookup raises |
+| `lookup` | a lookup on the host raises |
 | `controller` | the controller of `auto` raises |
 | `capture` | capturing a CUDA graph of draft steps raises |
 | `slow` | a draft pass takes 20 times as long |
@@ -110,7 +110,6 @@ def install() -> None:
     from vllm_magicdec.adaptive.scheduler import _AdaptiveSpeculation
     from vllm_magicdec.drafting.drafter import Drafter
     from vllm_magicdec.drafting.staged import StagedDrafts
-    from vllm_magicdec.drafting.wide_passes import WidePasses
     from vllm_magicdec.policies.verify_topk import VerifyTopK
     from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs
     from vllm_magicdec.vllm_api.runner_v1 import MagicDecProposer
@@ -122,7 +121,6 @@ def install() -> None:
         call_before(owner, method, lambda *_: fault.raise_if(name))
 
     raise_before(Drafter, "_prepare", "selection")
-    raise_before(WidePasses, "_look_up", "lookup")
     raise_before(DraftGraphs, "_prepare_capture", "capture")
     # Importing `Lookups` would load Numba, and a CPU worker of vLLM could not start (cpu_llvmlite.py).
     call_before(StagedDrafts, "__init__", lambda *args: raise_before(args[2], "look_up", "lookup"))

@@ -6,13 +6,12 @@ from typing import Any
 
 import engines
 import pytest
-from draft_engines import drafting_with
+from draft_engines import TINY_SPIRE, drafting_with
 from engines import MODEL, MODEL_LEN, magicdec
 from greedy import GREEDY, assert_same_tokens
 
 pytestmark = pytest.mark.gpu
 
-SPIRE = engines.HERE.parent / "benchmarks" / "tiny-spire"
 BUDGET = 256
 # `draft_kv_granularity` is explicit: its default depends on the device.
 POLICIES = {
@@ -31,7 +30,7 @@ DRAFTS = {
         for policy in ("streamingllm", "verify-topk")
     },
     "a draft model": drafting_with(MODEL, draft_kv_budget=BUDGET),
-    "SPIRe": drafting_with(SPIRE),
+    "SPIRe": drafting_with(TINY_SPIRE),
 }
 # Summing in another order in bfloat16 changes a logprob by less.
 BFLOAT16_TOLERANCE = 0.25
@@ -51,7 +50,7 @@ def run_with_graphs(prompts: list[list[int]], spec: dict[str, Any], **engine: An
         [
             ("watch_draft_steps", {}),
             ("generate", {"batches": [{"prompts": prompts, "sampling": GREEDY}]}),
-            ("count_draft_steps", {}),
+            ("noted", {}),
         ],
         v2=True,
         enforce_eager=False,

@@ -2,7 +2,6 @@
 """Cells of the matrix (a family on a runner with a policy and a budget), and how to run one."""
 
 import random
-from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ import engines
 import torchvision_for_tests
 from checkpoints import checkpoint
 from engines import POLICIES, magicdec
-from families import FAMILIES, IMAGE_PAD, RUNNERS, VIDEO_PAD, VISION_END, VISION_START, VOCAB_SIZE, Family
+from families import IMAGE_PAD, VIDEO_PAD, VISION_END, VISION_START, VOCAB_SIZE, Family
 from greedy import GREEDY
 
 MODEL_LEN = 704  # tokens
@@ -45,18 +44,10 @@ class Cell(NamedTuple):
     family: Family
     runner: str
     policy: str
-    budget: int  # tokens
+    budget: int = BUDGET
 
     def __str__(self) -> str:
         return f"{self.family.name}, {self.runner}, {self.policy}, {self.budget} tokens"
-
-
-def cells() -> Iterator[Cell]:
-    """Every family on both runners with every policy."""
-    for family in FAMILIES:
-        for runner in RUNNERS:
-            for policy in POLICIES:
-                yield Cell(family, runner, policy, BUDGET)
 
 
 @cache
@@ -94,11 +85,6 @@ def _with_pictures(tokens: list[int], rng: random.Random) -> Prompt:
     return {"tokens": tokens, "image": pictures}
 
 
-def fits(length: int, budget: int) -> bool:
-    """Whether a view of `budget` tokens holds a whole request at its end, drafts included."""
-    return length + MAX_TOKENS + GAMMA <= budget
-
-
 class Answers(NamedTuple):
     """Results of a speculative engine; dictionaries are by index in `prompts`."""
 
@@ -107,8 +93,6 @@ class Answers(NamedTuple):
     accepted_within: int
     every: dict[int, dict[str, Any]]  # second batch: all requests; earlier ones are in the prefix cache
     again: dict[int, dict[str, Any]]  # third batch: the requests that do not fit into a view, once more
-    drafted: int  # in all batches
-    accepted: int
     run: engines.EngineRun
 
 
@@ -121,37 +105,26 @@ def answer(cell: Cell) -> Answers:
     family, runner, policy, budget = cell
     v2 = runner == "V2"
     chosen = V2_PROMPTS if v2 else range(len(PROMPT_LENS))
-    fitting = [i for i in chosen if fits(PROMPT_LENS[i], budget)]
+    # Their views hold the whole request, drafts included.
+    fitting = [i for i in chosen if PROMPT_LENS[i] + MAX_TOKENS + GAMMA <= budget]
     other = [i for i in chosen if i not in fitting]
-    parts = [fitting, list(chosen), other] if other else [fitting, list(chosen)]
+    parts = [fitting, list(chosen), *([other] if other else [])]
     sampling = {**SAMPLING, "max_tokens": num_tokens(runner)}
+    batches = [{"prompts": [prompts(family)[i] for i in part], "sampling": sampling} for part in parts]
     run = engines.run(
-        [
-            (
-                "generate_and_count_drafts",
-                {"batches": [{"prompts": [prompts(family)[i] for i in part], "sampling": sampling}]},
-            )
-            for part in parts
-        ],
+        [("generate_and_count", {"batches": [batch]}) for batch in batches],
         v2=v2,
         speculative_config=magicdec(GAMMA, draft_kv_budget=budget, **POLICIES[policy]),
         **engine(family),
     )
     assert run.v2_runner == v2
-    results = [
+    within, every, *again = (
         dict(zip(part, got["batches"][0], strict=True))
         for part, got in zip(parts, run.results, strict=True)
-    ]
-    return Answers(
-        within=results[0],
-        drafted_within=run.results[0]["drafted"],
-        accepted_within=run.results[0]["accepted"],
-        every=results[1],
-        again=results[2] if other else {},
-        drafted=sum(got["drafted"] for got in run.results),
-        accepted=sum(got["accepted"] for got in run.results),
-        run=run,
     )
+    counted = run.results[0]["counted"]
+    counts = (counted[engines.SPEC_METRIC + name] for name in ("draft_tokens", "accepted_tokens"))
+    return Answers(within, *counts, every, again[0] if again else {}, run)
 
 
 @cache

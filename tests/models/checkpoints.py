@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from engines import MODEL
 from families import VISION_TOKENS, Family
 from torch import nn
+from transformers.models.auto import modeling_auto
 
 # Standard deviation of a linear layer's outputs for inputs of about 1, as norms scale them.
 GAIN = 2.0
@@ -32,14 +34,20 @@ def _directory() -> Path:
     return Path(directory.name)
 
 
+def model_class(family: Family) -> type[nn.Module]:
+    """Return the family's class of `transformers`."""
+    names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if family.is_multimodal:
+        names = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return getattr(transformers, names[family.model_type])
+
+
 @cache
 def checkpoint(family: Family) -> Path:
     """Return the folder of the family's model, written at the first call and deleted with the process."""
-    import transformers
-
     path = _directory() / family.name.replace(" ", "-").lower()
     config = transformers.AutoConfig.for_model(family.model_type, **family.configuration)
-    model = getattr(transformers, family.architecture)(config)
+    model = model_class(family)(config)
     fill(model, family)
     model.save_pretrained(path)
     if family.is_multimodal:
@@ -92,9 +100,7 @@ def _num_inputs(weight: torch.Tensor) -> int:
 
 def _save_processors(path: Path) -> None:
     """Save the tokenizer and the processors for pictures and videos."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
     tokenizer.add_special_tokens({"extra_special_tokens": list(VISION_TOKENS)})
     tokenizer.save_pretrained(path)
     sizes: dict[str, Any] = {

@@ -34,26 +34,16 @@ _TEXT_TOKENS = 2048
 VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = range(_TEXT_TOKENS, _TEXT_TOKENS + len(VISION_TOKENS))
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """Policies and runners that are refused at start-up."""
-
-    sentence: str  # the beginning of the error message
-    policies: tuple[str, ...] = tuple(POLICIES)
-    runners: tuple[str, ...] = RUNNERS
-
-
 @dataclass(frozen=True, eq=False)
 class Family:
     """A family of models and its tiny configuration.
 
     Attributes:
         name: Name on the page.
-        architecture: Model class of `transformers`.
         model_type: Configuration name of `transformers`.
         sizes: Configuration fields in addition to, or instead of, the common ones.
         peculiar: Settings that the tiny model shares with large ones, for the page.
-        refusals: Expected refusals; everything else works.
+        refusals: By policy, the beginning of the expected error message; everything else works.
         engine: Arguments of every engine for this family.
         embedding_std: Standard deviation of embeddings; if large, a tied head repeats the latest token.
         seed: Seed of the weights, chosen so that no two best logits are close for the matrix's prompts.
@@ -64,11 +54,10 @@ class Family:
     """
 
     name: str
-    architecture: str
     model_type: str
     sizes: Mapping[str, Any]
     peculiar: str
-    refusals: tuple[Refusal, ...] = ()
+    refusals: Mapping[str, str] = field(default_factory=dict)
     engine: Mapping[str, Any] = field(default_factory=dict)
     embedding_std: float = 1.0
     seed: int = 0
@@ -77,32 +66,18 @@ class Family:
     is_local: bool = False
     is_multimodal: bool = False
 
-    def refusal(self, runner: str, policy: str) -> str | None:
-        """Return the beginning of the expected error message, or None if the policy works."""
-        for refusal in self.refusals:
-            if runner in refusal.runners and policy in refusal.policies:
-                return refusal.sentence
-        return None
-
-    @property
-    def works(self) -> bool:
-        """Whether some policy works."""
-        return any(self.refusal(runner, policy) is None for runner in RUNNERS for policy in POLICIES)
-
     @property
     def configuration(self) -> dict[str, Any]:
         """Return the arguments of `transformers`' configuration class."""
         return dict(self.sizes) if self.is_multimodal else {**_SIZES, **self.sizes}
 
 
-_MLA = tuple(
-    Refusal(
-        f"magicdec-self: draft_kv_policy={name!r} reads keys of KV heads, and MLA models cache one latent "
-        "vector per token instead; use draft_kv_policy='streamingllm'",
-        policies=tuple(policy for policy in POLICIES if policy.startswith(name)),
-    )
-    for name in ("snapkv", "verify-topk")
-)
+_MLA = {
+    policy: f"magicdec-self: draft_kv_policy={fields['draft_kv_policy']!r} reads keys of KV heads, and MLA "
+    "models cache one latent vector per token instead; use draft_kv_policy='streamingllm'"
+    for policy, fields in POLICIES.items()
+    if fields
+}
 
 
 def _rope(rope_type: str, theta: float, **more: Any) -> dict[str, Any]:
@@ -116,32 +91,19 @@ def _alternating(*types: str, layers: int) -> list[str]:
 FAMILIES = (
     Family(
         "Llama",
-        "LlamaForCausalLM",
         "llama",
         _rope("llama3", 500000.0, **_SCALED, low_freq_factor=1.0, high_freq_factor=4.0),
         "grouped queries, Llama 3's scaled RoPE",
         seed=11,
     ),
     Family(
-        "Qwen2",
-        "Qwen2ForCausalLM",
-        "qwen2",
-        {"tie_word_embeddings": True},
-        "biases, tied head",
-        embedding_std=0.3,
-        seed=12,
+        "Qwen2", "qwen2", {"tie_word_embeddings": True}, "biases, tied head", embedding_std=0.3, seed=12
     ),
     Family(
-        "Qwen3",
-        "Qwen3ForCausalLM",
-        "qwen3",
-        {"head_dim": 64},
-        "norms of queries and keys, heads wider than the model",
-        seed=12,
+        "Qwen3", "qwen3", {"head_dim": 64}, "norms of queries and keys, heads wider than the model", seed=12
     ),
     Family(
         "Qwen3-MoE",
-        "Qwen3MoeForCausalLM",
         "qwen3_moe",
         {
             "head_dim": 32,
@@ -155,24 +117,16 @@ FAMILIES = (
     ),
     Family(
         "Mixtral",
-        "MixtralForCausalLM",
         "mixtral",
         {"num_local_experts": 4, "num_experts_per_tok": 2},
         "4 experts, 2 per token",
         seed=13,
     ),
     Family(
-        "Mistral",
-        "MistralForCausalLM",
-        "mistral",
-        {"sliding_window": 96},
-        "a window of 96 in every layer",
-        is_local=True,
-        seed=8,
+        "Mistral", "mistral", {"sliding_window": 96}, "a window of 96 in every layer", is_local=True, seed=8
     ),
     Family(
         "Gemma 2",
-        "Gemma2ForCausalLM",
         "gemma2",
         {
             "head_dim": 64,
@@ -188,7 +142,6 @@ FAMILIES = (
     ),
     Family(
         "Gemma 3",
-        "Gemma3ForCausalLM",
         "gemma3_text",
         {
             "head_dim": 64,
@@ -204,7 +157,6 @@ FAMILIES = (
     ),
     Family(
         "gpt-oss",
-        "GptOssForCausalLM",
         "gpt_oss",
         {
             "head_dim": 32,
@@ -219,7 +171,6 @@ FAMILIES = (
     ),
     Family(
         "Phi-3",
-        "Phi3ForCausalLM",
         "phi3",
         {"hidden_size": 256, **_rope("default", 10000.0, partial_rotary_factor=0.75)},
         "RoPE on three quarters of a head, merged projections",
@@ -227,7 +178,6 @@ FAMILIES = (
     ),
     Family(
         "OLMo 2",
-        "Olmo2ForCausalLM",
         "olmo2",
         {"num_key_value_heads": 4},
         "norms behind the layers and of all queries and keys, vLLM's Transformers backend",
@@ -235,7 +185,6 @@ FAMILIES = (
     ),
     Family(
         "GPT-NeoX",
-        "GPTNeoXForCausalLM",
         "gpt_neox",
         {
             "hidden_size": 256,
@@ -248,7 +197,6 @@ FAMILIES = (
     ),
     Family(
         "OPT",
-        "OPTForCausalLM",
         "opt",
         {"ffn_dim": 192, "num_key_value_heads": 4},
         "learned positions, biases, tied head",
@@ -257,7 +205,6 @@ FAMILIES = (
     ),
     Family(
         "Granite",
-        "GraniteForCausalLM",
         "granite",
         {
             "embedding_multiplier": 2.0,
@@ -270,7 +217,6 @@ FAMILIES = (
     ),
     Family(
         "Cohere 2",
-        "Cohere2ForCausalLM",
         "cohere2",
         {
             "sliding_window": 64,
@@ -284,7 +230,6 @@ FAMILIES = (
     ),
     Family(
         "DeepSeek-V2",
-        "DeepseekV2ForCausalLM",
         "deepseek_v2",
         {
             "num_key_value_heads": 4,
@@ -315,7 +260,6 @@ FAMILIES = (
     ),
     Family(
         "Qwen2-VL",
-        "Qwen2VLForConditionalGeneration",
         "qwen2_vl",
         {
             "text_config": {

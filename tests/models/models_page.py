@@ -4,7 +4,7 @@
 from pathlib import Path
 
 from engines import POLICIES
-from families import FAMILIES, RUNNERS, Family
+from families import FAMILIES, Family
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 
@@ -44,29 +44,17 @@ def page() -> str:
 
 
 def _name(family: Family, notes: list[str]) -> str:
-    marks = []
-    if not family.caches_prefixes:
-        marks.append(_mark(_NO_PREFIXES, notes))
-    if family.is_local:
-        marks.append(_mark(_LOCAL, notes))
-    if family.is_multimodal:
-        marks.append(_mark(_MULTIMODAL, notes))
-    return " ".join([family.name, *marks])
+    own = {
+        _NO_PREFIXES: not family.caches_prefixes,
+        _LOCAL: family.is_local,
+        _MULTIMODAL: family.is_multimodal,
+    }
+    return " ".join([family.name, *(_mark(note, notes) for note, applies in own.items() if applies)])
 
 
 def _cells(family: Family, notes: list[str]) -> list[str]:
-    return [_cell([family.refusal(runner, policy) for runner in RUNNERS], notes) for policy in POLICIES]
-
-
-def _cell(refusals: list[str | None], notes: list[str]) -> str:
-    """Return the cell of one policy from the refusals by runner."""
-    sentences = list(dict.fromkeys(sentence for sentence in refusals if sentence is not None))
-    if not sentences:
-        return "yes"
-    works = [runner for runner, sentence in zip(RUNNERS, refusals, strict=True) if sentence is None]
-    return " ".join(
-        [f"{' and '.join(works)} only" if works else "no", *(_mark(s, notes) for s in sentences)]
-    )
+    sentences = map(family.refusals.get, POLICIES)
+    return ["yes" if sentence is None else f"no {_mark(sentence, notes)}" for sentence in sentences]
 
 
 def _mark(note: str, notes: list[str]) -> str:

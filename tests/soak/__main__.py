@@ -76,14 +76,13 @@ def run_traffic(minutes: float, rate: float, seed: int = 0) -> dict[str, Any]:
                 console.print(server.log_tail(), markup=False)
                 raise
             left = footprint.wait_until_gone(SETTLE_S)
-    step = -(-len(watch.samples) // 500)
     return {
         "minutes": minutes,
         "rate": round(rate, 2),
         "answers": judge_answers(requests, plain, traffic.outcomes),
         "windows": [asdict(window) for window in faults.windows],
         "bad_input": bad_input,
-        "samples": [watch.samples[0], *watch.samples[1:-1:step], watch.samples[-1]],
+        "samples": watch.samples,
         "left": left,
     }
 

@@ -29,8 +29,8 @@ class Answer:
     tokens: list[list[int]]
     texts: list[str]
     finish_reasons: list[str | None]
+    # The best of each token of the first completion, descending, if requested.
     logprobs: list[Sequence[float]] = field(default_factory=list)
-    """The best logprobs of each token of the first completion, descending, if requested."""
 
 
 @dataclass

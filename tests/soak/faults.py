@@ -3,7 +3,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
@@ -37,27 +37,22 @@ class Window:
     begin_s: float
     end_s: float
     happened: bool
-    uncounted: list[str]
-    """Counters of this fault that did not increase."""
+    uncounted: list[str]  # counters of this fault that did not increase
 
 
+@dataclass
 class Faults:
     """Switches faults on and off: in `file`, from which the server reads them.
 
     Its log reports the first time a fault happens. The run takes longer if a fault is slow to happen.
     """
 
-    def __init__(
-        self,
-        file: Path,
-        log: Path,
-        metrics: Callable[[], dict[str, float]],
-        now_s: Callable[[], float],
-        minutes: float,
-    ) -> None:
-        self._file, self._log, self._metrics, self._now_s = file, log, metrics, now_s
-        self._seconds, self._is_short = 60 * minutes, minutes < SHORT_MINUTES
-        self.windows: list[Window] = []
+    file: Path
+    log: Path
+    metrics: Callable[[], dict[str, float]]
+    now_s: Callable[[], float]
+    minutes: float
+    windows: list[Window] = field(default_factory=list)
 
     async def run(self) -> None:
         """Inject every fault in a separate window, the controller's last.
@@ -65,26 +60,26 @@ class Faults:
         Time is counted in sleeps, so that a pausing virtual machine does not shorten a window.
         """
         *names, last = FAULTS
-        every_s = MIDDLE * self._seconds / len(names)
-        await asyncio.sleep(FIRST * self._seconds)
+        every_s = MIDDLE * 60 * self.minutes / len(names)
+        await asyncio.sleep(FIRST * 60 * self.minutes)
         for name in names:
             await self._inject(name, 0.3 * every_s)
             await asyncio.sleep(0.7 * every_s)
-        await asyncio.sleep((CONTROLLER - FIRST - MIDDLE) * self._seconds)
-        await self._inject(last, (1 - CONTROLLER) * self._seconds)
+        await asyncio.sleep((CONTROLLER - FIRST - MIDDLE) * 60 * self.minutes)
+        await self._inject(last, (1 - CONTROLLER) * 60 * self.minutes)
 
     async def _inject(self, name: str, window_s: float) -> None:
         setting, counters = FAULTS[name]
-        begin_s, before = self._now_s(), await self._counted(counters)
-        seen = len(self._log.read_text(errors="replace"))
-        self._switch(setting.format(last=0 if self._is_short else 4))
+        begin_s, before = self.now_s(), await self._counted(counters)
+        seen = len(self.log.read_text(errors="replace"))
+        self._switch(setting.format(last=0 if self.minutes < SHORT_MINUTES else 4))
         for poll in count():
-            happened = f"The fault {name} happens" in self._log.read_text(errors="replace")[seen:]
+            happened = f"The fault {name} happens" in self.log.read_text(errors="replace")[seen:]
             if poll * POLL_S >= window_s + (0 if happened else PATIENCE_S):
                 break
             await asyncio.sleep(POLL_S)
         self._switch("")
-        end_s, uncounted = self._now_s(), []
+        end_s, uncounted = self.now_s(), []
         for _ in range(round(COUNTED_S / POLL_S)):  # counters come with a step's output, after the log
             now = await self._counted(counters)
             uncounted = [name for name in now if now[name] <= before[name]]
@@ -94,12 +89,12 @@ class Faults:
         self.windows.append(Window(name, round(begin_s, 1), round(end_s, 1), happened, uncounted))
 
     async def _counted(self, counters: Sequence[str]) -> dict[str, float]:
-        metrics = await asyncio.to_thread(self._metrics)
-        chosen = counters[:1] if self._is_short else counters
+        metrics = await asyncio.to_thread(self.metrics)
+        chosen = counters[:1] if self.minutes < SHORT_MINUTES else counters
         return {name: metrics.get(f"vllm:magicdec_{name}", 0.0) for name in chosen}
 
     def _switch(self, setting: str) -> None:
         """Replace the file atomically: the server may miss a second change within one clock tick."""
-        new = self._file.with_suffix(".new")
+        new = self.file.with_suffix(".new")
         new.write_text(setting)
-        new.replace(self._file)
+        new.replace(self.file)

@@ -37,12 +37,9 @@ class Kill:
     """A way to end a server."""
 
     strike: Callable[[Server], None]
-    reason: str
-    """Pattern of the reason in the log."""
-    max_s: float = 60.0
-    """Limit until the server has ended."""
-    tokens: int = 2000
-    """Tokens of each stream, more than are generated before the strike."""
+    reason: str  # pattern, in the log
+    max_s: float = 60.0  # until the server has ended
+    tokens: int = 2000  # of each stream, more than are generated before the strike
 
 
 def kill(role: str) -> Callable[[Server], None]:

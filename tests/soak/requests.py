@@ -52,8 +52,7 @@ class Request:
     type: str
     prompt: Sequence[int]  # token ids
     max_tokens: int
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """More fields of the body."""
+    options: Mapping[str, Any] = field(default_factory=dict)  # more fields of the body
 
     @property
     def is_greedy(self) -> bool:

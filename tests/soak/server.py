@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,6 @@ GAUGES = {
     "waiting": "vllm:num_requests_waiting",
     "kv_usage": "vllm:kv_cache_usage_perc",
     "preemptions": "vllm:num_preemptions_total",
-    "accepted": "vllm:magicdec_pass_accepted_tokens_total",
 }
 SHARED_MEMORY = "/dev/shm/"
 # Plain vLLM leaves these in its folder for temporary files: sockets, the ranks' rendezvous, caches.
@@ -142,18 +142,15 @@ def lasting_processes(server: Server) -> dict[str, psutil.Process]:
     return found
 
 
+@dataclass
 class Watch:
-    """Takes samples of a server's memory, file descriptors and gauges, and updates its footprint.
+    """Takes samples of a server's memory, file descriptors and gauges, and updates its footprint."""
 
-    `count` returns the number of requests that have ended.
-    """
-
-    def __init__(
-        self, server: Server, footprint: Footprint, count: Callable[[], int], now_s: Callable[[], float]
-    ) -> None:
-        self._server, self._footprint = server, footprint
-        self._count, self._now_s = count, now_s
-        self.samples: list[dict[str, Any]] = []
+    server: Server
+    footprint: Footprint
+    count: Callable[[], int]  # requests that have ended
+    now_s: Callable[[], float]
+    samples: list[dict[str, Any]] = field(default_factory=list)
 
     async def watch(self, every_s: float) -> None:
         """Take samples until cancelled."""
@@ -162,16 +159,16 @@ class Watch:
             await asyncio.sleep(every_s)
 
     async def take(self) -> dict[str, Any]:
-        metrics = await asyncio.to_thread(metrics_of, self._server)
-        self._footprint.note(self._server)
+        metrics = await asyncio.to_thread(metrics_of, self.server)
+        self.footprint.note(self.server)
         rss_mb, num_fds = {}, {}
-        for role, process in lasting_processes(self._server).items():
+        for role, process in lasting_processes(self.server).items():
             with suppress(psutil.Error):
                 rss_mb[role] = process.memory_info().rss / 1e6
                 num_fds[role] = process.num_fds()
         sample = {
-            "at_s": round(self._now_s(), 1),
-            "answered": self._count(),
+            "at_s": round(self.now_s(), 1),
+            "answered": self.count(),
             **{name: metrics.get(metric, 0.0) for name, metric in GAUGES.items()},
             "rss_mb": rss_mb,
             "num_fds": num_fds,
