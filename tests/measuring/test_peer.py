@@ -6,24 +6,24 @@ import sys
 
 import peer
 import pytest
-from common.tables import markdown
 
 from vllm_magicdec.planner.models import MODELS
 
 
-def row(context: int, policy: str, batch: int, tokens_per_s: float) -> dict:
-    numbers = {"tokens_per_s": tokens_per_s, "acceptance_length": 4.9, "step_ms": 40.0}
-    return {"context": context, "policy": policy, "batch": batch, "plain_floor_ms": 30.0, **numbers}
-
-
-def test_all_engines_of_a_cell_decode_the_batch_of_the_first(monkeypatch, tmp_path, capsys):
+def test_all_engines_of_a_cell_decode_the_batch_of_the_first(monkeypatch, tmp_path):
     asked = []
 
     def measure(args, context, policy, batch, bytes_per_s):
         asked.append((context, policy, batch))
         if context == 100_000:
             return None
-        return row(context, policy, 37, 1000.0 if policy == peer.PLAIN else 1680.0)
+        numbers = {
+            "tokens_per_s": 1000.0,
+            "acceptance_length": 4.9,
+            "step_ms": 40.0,
+            "plain_floor_ms": 30.0,
+        }
+        return {"context": context, "policy": policy, "batch": 37, **numbers}
 
     out = tmp_path / "peer.json"
     monkeypatch.setattr(peer, "measure", measure)
@@ -38,13 +38,6 @@ def test_all_engines_of_a_cell_decode_the_batch_of_the_first(monkeypatch, tmp_pa
     assert asked[3:] == [(100_000, first, 128)], "the others hold no request either"
     record = json.loads(out.read_text())
     assert len(record["rows"]) == 3 and "100000 tokens" in record["skipped"][0]
-    assert "1.68 x" in capsys.readouterr().out
-
-
-def test_the_table_has_the_posters_speedups():
-    rows = [row(100_000, "plain", 3, 98.0), row(100_000, "verify-topk", 3, 196.0)]
-    shown = markdown(peer.table_of({"settings": {"model": "Qwen/Qwen3-8B"}, "rows": rows}))
-    assert "2.00 x" in shown and "2.73 x" in shown
 
 
 def test_the_floor_is_what_a_plain_step_reads():
