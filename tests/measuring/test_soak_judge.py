@@ -5,8 +5,7 @@ import copy
 
 import pytest
 from soak import bad_input, faults, judge, requests
-from soak.client import Answer, Outcome, compare, missing_part
-from soak.requests import Request
+from soak.client import Answer, compare
 
 PLAIN = Answer([[5, 6, 7]], ["abc"], ["length"], [[-0.1, -3.0], [-0.7, -0.70005], [-0.2, -2.0]])
 
@@ -33,41 +32,6 @@ def answer(*tokens, text="abc", reason="length", logprobs=()):
 )
 def test_greedy_answers_are_compared_token_by_token(got, expected):
     assert compare(PLAIN, got) == expected
-
-
-@pytest.mark.parametrize(
-    ("options", "got", "missing"),
-    [
-        ({}, answer(5, 6, 7), ""),
-        ({}, answer(5, 6, reason="stop"), ""),
-        ({}, answer(5, 6), "tokens"),
-        ({}, answer(5, 6, 7, 8, reason="stop"), "tokens"),
-        ({}, answer(reason="stop"), "tokens"),
-        ({}, answer(5, 6, 7, reason=None), "a finish reason"),
-        ({"logprobs": 1}, answer(5, 6, 7), "logprobs"),
-        ({"logprobs": 2}, answer(5, 6, 7, logprobs=[[-1.0, -2.0]] * 2 + [[-1.0]]), "logprobs of a token"),
-        ({"n": 2}, Answer([[5, 6, 7], []], ["abc", ""], ["length", None]), "a finish reason"),
-    ],
-)
-def test_incomplete_answers_are_found(options, got, missing):
-    found = missing_part(Request("greedy", [1], 3, options), got)
-    assert found.startswith(missing) and bool(found) == bool(missing)
-
-
-def test_every_outcome_is_counted_once():
-    sent = [Request("greedy", [1], 3), Request("sampled", [1], 3, {"temperature": 1.0})]
-    greedy = [answer(5, 6, 7), answer(5, 6, 8), answer(5, 9, 7)]
-    outcomes = [
-        *(Outcome(0, one) for one in greedy),
-        Outcome(0, hung_up=True),
-        Outcome(1, answer(9, 9, 9)),
-        Outcome(1, answer(9, 9, 9, reason=None)),
-        Outcome(1, error="APIError: 500"),
-    ]
-    counts = judge.judge_answers(sent, [PLAIN, None], outcomes)
-    names = ("hung_up", "lost", "incomplete", "same", "rounding", "differs", "sampled")
-    assert [counts[name] for name in names] == [1] * len(names)
-    assert counts["sent"] == 7 and len(counts["reasons"]) == 3 and "500" in counts["reasons"][2]
 
 
 def sample(at_s, **more):
@@ -162,8 +126,3 @@ def test_every_bound_can_be_broken(bound, path, value):
 def test_every_bound_of_a_kill_can_be_broken(bound, name, value):
     (found,) = broken({"kills": [{**GOOD_KILL, name: value}]})
     assert found.startswith(f"SIGKILL: {bound}")
-
-
-def test_bad_input_gets_4xx():
-    assert bad_input.is_proper("400") and bad_input.is_proper("413")
-    assert not any(map(bad_input.is_proper, ("500", "200", "ReadTimeout('')")))
