@@ -174,24 +174,6 @@ def test_a_second_job_at_the_same_time_is_refused_and_touches_nothing(tmp_path):
         assert not later.missing({"a": "0" * 16})
 
 
-def test_documents_come_and_go_between_starts(job, tmp_path):
-    for name in "abc":
-        (tmp_path / "in" / name).write_text(name)
-    assert job()[0] == ["a", "b", "c"]
-    (tmp_path / "in" / "a").unlink()
-    (tmp_path / "in" / "d").write_text("d")
-    asked, said, missing = job()
-    assert (asked, missing) == (["d"], 0)
-    assert "3 documents in 3 files, of which 2 are answered" in said
-    assert "3 of 3 documents after" in said and "all 3 documents" in said
-    for name in "bcd":
-        (tmp_path / "in" / name).unlink()
-    (tmp_path / "in" / "a").write_text("a")
-    asked, said, missing = job()
-    assert (asked, missing) == ([], 0), "its answer is still there"
-    assert "replicas start" not in said and "all 1 documents" in said
-
-
 def test_a_document_with_an_error_has_no_answer_and_is_tried_again(job, tmp_path):
     (tmp_path / "in" / "a").write_text("good")
     (tmp_path / "in" / "b").write_text("bad")
