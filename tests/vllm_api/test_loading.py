@@ -136,10 +136,6 @@ def registry(monkeypatch) -> ModuleType:
     return module
 
 
-def register_with_parts(name, *, config_cls, proposer_cls, speculator_cls, add_cli_args=None):
-    raise AssertionError("is never called")
-
-
 def register_with_any_parameters(name, **parts):
     raise AssertionError("is never called")
 
@@ -151,14 +147,12 @@ SPEC_FIELDS = ("config_cls", "proposer_cls", "speculator_cls", "add_cli_args", "
     "changes",
     [
         {"register_speculative_method": None},
-        {"register_speculative_method": register_with_parts},
         {"register_speculative_method": register_with_any_parameters},
-        {"SpeculativeMethodSpec": None},
         {"SpeculativeMethodSpec": dict},
         {"SpeculativeMethodSpec": make_dataclass("SpeculativeMethodSpec", SPEC_FIELDS[:-1])},
         {"SpeculativeMethodSpec": make_dataclass("SpeculativeMethodSpec", (*SPEC_FIELDS, "other"))},
     ],
-    ids=["no function", "parts", "any parameters", "no spec", "other spec", "a field less", "a field more"],
+    ids=["no function", "any parameters", "other spec", "a field less", "a field more"],
 )
 def test_other_registry_is_ignored(log, registry, changes):
     vars(registry).update(changes)
@@ -168,7 +162,7 @@ def test_other_registry_is_ignored(log, registry, changes):
     assert not log.records
 
 
-def test_registry_of_the_patches_is_used(log, registry):
+def test_registry_of_the_patches_is_used(log, registry, monkeypatch):
     plugin.register()
     assert hook.installed() == hooks.HOOKS_BESIDE_REGISTRY
     spec = registry.find_by_fields({"method": METHOD})
@@ -176,19 +170,15 @@ def test_registry_of_the_patches_is_used(log, registry):
     assert spec is registry.find_by_fields({"method": MODEL_METHOD, "model": "a draft"})
     for field in SPEC_FIELDS:
         assert callable(resolve_obj_by_qualname(getattr(spec, field)))
-    assert not log.records
-
-
-def test_registry_knows_the_methods_by_their_configuration(registry, monkeypatch):
-    plugin.register()
-    spec = EngineSpeculativeConfig(method=METHOD)
-    assert registry.find_by_config(spec) is registry.find_by_fields({"method": METHOD})
-    assert not registry.reads_aux_hidden_states(spec)
+    own = EngineSpeculativeConfig(method=METHOD)
+    assert registry.find_by_config(own) is spec
+    assert not registry.reads_aux_hidden_states(own)
     monkeypatch.setattr(EngineSpeculativeConfig, "spire", "settings of a SPIRe draft")
-    assert registry.reads_aux_hidden_states(spec)
+    assert registry.reads_aux_hidden_states(own)
     other = SpeculativeConfig(method="ngram", num_speculative_tokens=2, prompt_lookup_max=3)
     assert registry.find_by_config(other) is None
     assert not registry.reads_aux_hidden_states(other)
+    assert not log.records
 
 
 def test_all_patched_versions_have_the_same_registry():
