@@ -125,36 +125,20 @@ def make_rounds(policy: str, granularity: str | None, device: torch.device) -> C
     return prepare
 
 
-POLICIES = [("streamingllm", None), ("snapkv", "page"), ("snapkv", "token"), ("verify-topk", "page")]
-
-
-def make_decoding_batch(device: torch.device) -> Batch:
-    pages = MODEL_LEN // PAGE
-    block_table = torch.arange(NUM_REQS * pages, dtype=torch.int32, device=device).view(NUM_REQS, -1)
-    batch = make_batch(["a", "b", "c"], block_table, CONTEXT_LENS)
-    lens = batch.context_lens.to(device)
-    return replace(batch, context_lens=lens, observable_lens=lens)
-
-
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("policy", "granularity"), POLICIES)
-def test_a_round_of_decoding_requests_does_not_synchronise(policy, granularity, device):
-    device = torch.device(device)
-    prepare = make_rounds(policy, granularity, device)
-    batch = make_decoding_batch(device)
-    prepare(batch)
-    with no_host_reads(device):
-        prepare(batch)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("num_ending", [1, NUM_REQS])
-@pytest.mark.parametrize(("policy", "granularity"), POLICIES)
-def test_a_round_in_which_prompts_end_does_not_synchronise(policy, granularity, num_ending, device):
+@pytest.mark.parametrize("num_ending", [0, 1, NUM_REQS])
+@pytest.mark.parametrize(
+    ("policy", "granularity"),
+    [("streamingllm", None), ("snapkv", "page"), ("snapkv", "token"), ("verify-topk", "page")],
+)
+def test_a_round_does_not_synchronise_also_where_prompts_end(policy, granularity, num_ending, device):
     """Everybody's step would wait for one request's selection."""
     device = torch.device(device)
     prepare = make_rounds(policy, granularity, device)
-    batch = make_decoding_batch(device)
+    block_table = torch.arange(NUM_REQS * MODEL_LEN // PAGE, dtype=torch.int32, device=device)
+    batch = make_batch(["a", "b", "c"], block_table.view(NUM_REQS, -1), CONTEXT_LENS)
+    lens = batch.context_lens.to(device)
+    batch = replace(batch, context_lens=lens, observable_lens=lens)
     prepare(batch)
     new = [f"new {index}" for index in range(num_ending)]
     with no_host_reads(device):

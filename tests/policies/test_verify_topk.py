@@ -206,21 +206,6 @@ def test_models_whose_keys_have_a_bias_are_known(config, expected):
     assert sizing._has_key_bias(config) == expected
 
 
-def test_requests_that_pad_a_graph_are_ignored():
-    """With `cudagraph_mode` FULL vLLM pads the requests where no token pads the batch."""
-    scene = Scene(4, [120, 90], 16)
-    num_tokens = GAMMA + 1
-    starts = torch.tensor([0, num_tokens, num_tokens], dtype=torch.int32)
-    metadata = SimpleNamespace(query_start_loc=starts, seq_lens=torch.tensor([120, 0], dtype=torch.int32))
-    queries = torch.randn((num_tokens, NUM_KV_HEADS * GROUP, SIZE), generator=scene.rng)
-    rows = KVRows.of(scene.cache[0], "FLASH_ATTN")
-    scene.verification.record(0, queries, Scales(), metadata, rows, Softmax(SCALE))
-    assert torch.equal(scene.verification.queries[0, scene.verification.rows[0]], queries)
-    never = torch.full((num_tokens,), torch.iinfo(torch.int64).max)
-    own = torch.arange(120 - num_tokens, 120)
-    assert torch.equal(scene.verification.positions, torch.stack([own, never]))
-
-
 def test_quantised_queries_are_scaled_by_head():
     scene = Scene(6, [120, 90], 16)
     num_queries, dtype = GAMMA + 1, torch.float8_e4m3fn
@@ -244,7 +229,10 @@ def test_quantised_queries_are_scaled_by_head():
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 3), st.integers(0, 2**31))
 def test_queries_are_stored_without_gaps(lens, num_padding, seed):
-    """A pass may have more requests than whole verifications would fit: `auto` verifies fewer drafts."""
+    """A pass may have more requests than whole verifications would fit: `auto` verifies fewer drafts.
+
+    With `cudagraph_mode` FULL vLLM pads the requests where no token pads the batch.
+    """
     rng = torch.Generator().manual_seed(seed)
     num_tokens, num_queries = sum(lens), GAMMA + 1
     engine = make_engine(PAGE, MODEL_LEN, GAMMA, NUM_BLOCKS, len(lens) + num_padding, head_size=SIZE)
