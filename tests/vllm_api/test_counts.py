@@ -21,7 +21,6 @@ from vllm_magicdec.adaptive.metrics import (
     Changes,
     Counts,
     DraftFailures,
-    LookupCounters,
     SpeculationGauges,
     attach,
     counts_of,
@@ -87,32 +86,6 @@ def through_the_core(scheduler, output, stats):
     pass_on(scheduler, pickle.loads(pickle.dumps(output)), outputs.values())
     decoded = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(outputs[0]))
     return decoded.scheduler_stats
-
-
-def test_counts_of_every_rank_are_added_up(front_end):
-    schedulers = [SimpleNamespace(), SimpleNamespace()]
-    for scheduler in schedulers:
-        SpeculationGauges(counts_of(scheduler), 512).set(Forecast(Choice(3), 2.0, 0.25), 1.5, 4)
-    assert shown("draft_failures_total", 0) == shown("draft_failures_total", 1) == 0, "from the start"
-    for engine, failures in ((0, 2), (1, 1), (0, 3)):
-        counts = Counts()
-        drafts, lookups = DraftFailures(counts), LookupCounters(counts)
-        for _ in range(failures):
-            counts.count_failure("selection")
-            drafts.count(draft_failures=1)
-        lookups.count_round(2, 5, 3)
-        stats = through_the_core(schedulers[engine], send(counts, step_output()), SchedulerStats())
-        front_end.record(stats, None, engine_idx=engine)
-        assert stats.ec_connector_stats is None, "other loggers must not get it"
-        assert counts.take() is None
-    for engine, failures, rounds in ((0, 5, 2), (1, 1, 1)):
-        assert shown("draft_failures_total", engine) == failures
-        assert shown("failures_total", engine, what="selection") == failures
-        assert shown("lookup_tokens_total", engine) == 5 * rounds
-        assert shown("num_speculative_tokens", engine) == 3
-        assert shown("draft_kv_budget", engine) == 512
-        assert shown("switches_total", engine) == 4
-    assert shown("lookup_failures_total", 0) == 0
 
 
 def test_nothing_is_lost_in_steps_without_statistics(front_end):
