@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What becomes of a round whose drafting fails; tests/engine/ has failures in real engines."""
 
-import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -95,32 +92,14 @@ def draft(made: drafter.Drafter) -> list[int] | None:
     return None if drafts is None else drafts.tokens[0].tolist()
 
 
-@contextmanager
-def listening() -> Iterator[list[str]]:
-    """Records of vLLM's loggers; `caplog` would contain propagated records twice."""
-    said = []
-    logger = logging.getLogger("vllm")
-    listener = logging.Handler()
-    listener.emit = lambda record: said.append(logging.Formatter().format(record))
-    level = logger.level
-    logger.addHandler(listener)
-    logger.setLevel(logging.INFO)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(listener)
-        logger.setLevel(level)
-
-
 def test_a_failing_draft_is_paused_and_resumes(make_drafter):
     target = Target()
     made = make_drafter(target)
     assert draft(made) == [7] * GAMMA
 
     target.is_broken = True
-    with listening() as said:
-        for _ in range(100):
-            assert draft(made) is None
+    for _ in range(100):
+        assert draft(made) is None
     num_failures = FAILURES_BEFORE_A_PAUSE + 1
     assert target.num_tries == 1 + num_failures
     assert made._failures.totals == {
@@ -129,14 +108,9 @@ def test_a_failing_draft_is_paused_and_resumes(make_drafter):
         "paused_rounds": 100 - num_failures,
     }
     assert components_of(made) == {"draft_step": num_failures}
-    assert "\n".join(said).count("RuntimeError: broken on purpose") == 1
-    assert len(said) == 3, "a trace, and a line for each pause"
-
     target.is_broken = False
-    with listening() as said:
-        drafted = [draft(made) is not None for _ in range(200)]
+    drafted = [draft(made) is not None for _ in range(200)]
     assert drafted[-1] and drafted == sorted(drafted)
-    assert len(said) == 1 and "Drafting works again" in said[0]
 
 
 def test_unfinished_prompts_take_no_pass(make_drafter, monkeypatch):
@@ -179,13 +153,11 @@ def test_unfinished_prompts_do_not_end_a_pause(make_drafter):
     target.is_broken = True
     batch = make_batch(["a"], torch.arange(64, dtype=torch.int32).unsqueeze(0), [500])
     part = replace(batch, is_prefilling=[True])
-    with listening() as said:
-        for _ in range(FAILURES_BEFORE_A_PAUSE):
-            draft(made)
-        for _ in range(3 * FIRST_PAUSE):
-            made.draft(GAMMA, lambda: part)
-        assert draft(made) is None
-    assert not any("works again" in line for line in said)
+    for _ in range(FAILURES_BEFORE_A_PAUSE):
+        draft(made)
+    for _ in range(3 * FIRST_PAUSE):
+        made.draft(GAMMA, lambda: part)
+    assert draft(made) is None
     assert made._failures.totals["draft_pauses"] == 2, "one failure more, and a longer pause"
 
 
@@ -196,12 +168,10 @@ def test_cache_failures_during_a_pause_do_not_extend_it(make_drafter):
         raise RuntimeError("broken on purpose")
 
     made._cache = SimpleNamespace(is_own=True, begin_round=begin_round)
-    with listening() as said:
-        for _ in range(100):
-            assert draft(made) is None
+    for _ in range(100):
+        assert draft(made) is None
     assert made._failures.totals["draft_pauses"] == 2
     assert components_of(made) == {"own_cache": 100}
-    assert len(said) == 3, "a trace, and a line for each pause"
 
 
 def test_unreadable_histories_cost_only_speed(make_drafter):
