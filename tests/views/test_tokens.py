@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from batches import NoSelector, make_batch, make_selections, make_slots, steps_of_view
+from batches import NoSelector, make_batch, make_selections, make_slots
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import selection_in_view, slot_of, token_positions
@@ -79,7 +79,10 @@ def test_every_step_sees_selection_sinks_and_recent_tokens_also_in_a_pass(case, 
     slots = make_slots(page_size, num_reqs + 1, num_steps, model_len)
     views = TokenViews(selections, NoSelector(), budget, slots)
     batch = make_batch(req_ids, block_table, [context_len for context_len, _ in requests])
-    steps = views.prepare(batch, num_steps)
+    # Of what the host knows, all drafts of the last two rounds may have been rejected.
+    rejected = data.draw(st.integers(0, 2 * num_steps))
+    known_lens = [min(context_len + rejected, model_len) for context_len, _ in requests]
+    steps = views.prepare(replace(batch, known_lens=known_lens), num_steps)
     passes = [
         seen_in_a_pass(steps, queries, batch, page_size)
         for queries in data.draw(st.lists(passes_within(model_len, num_steps, requests), max_size=3))
@@ -241,24 +244,6 @@ def seen_in_a_pass(
                 [sorted(own[columns].tolist()) for own in by_head] for by_head in taken.view.slots[:, row]
             ]
     return seen
-
-
-@pytest.mark.parametrize("num_missing", range(10))
-def test_a_common_length_is_the_length_of_every_view(num_missing):
-    """Of what the host knows, all drafts of the last two rounds may have been rejected."""
-    budget, num_steps = TokenBudget(1, 4, 64, 64, num_recent=16), 4
-    selections = make_selections(1, 1, 1, budget.max_selected)
-    selections.begin_round(["a"])
-    slots = make_slots(16, 1, num_steps, 128)
-    views = TokenViews(selections, NoSelector(), budget, slots, plans=())
-    block_table = torch.arange(8, dtype=torch.int32).unsqueeze(0)
-    batch = replace(make_batch(["a"], block_table, [64 - num_missing]), known_lens=[72 - num_missing])
-    for step in steps_of_view(views.prepare(batch, num_steps), num_steps):
-        assert step.view.common_len in (None, int(step.view.lens[0]))
-    full = replace(batch, context_lens=torch.tensor([80]), known_lens=[80])
-    assert [step.view.common_len for step in steps_of_view(views.prepare(full, num_steps), num_steps)] == [
-        64
-    ] * num_steps
 
 
 def test_rows_of_finished_requests_are_reused():
