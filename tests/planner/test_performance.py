@@ -357,19 +357,6 @@ def test_free_query_tokens_add_nothing_to_the_roofline(deployment, batch, contex
             assert any(compute > memory for compute, memory in times_ms(free + 1))
 
 
-@given(deployments, st.lists(alphas, min_size=3, max_size=3), batches, contexts)
-def test_best_is_the_best_of_all(deployment, rates, batch, context):
-    rates = dict(zip((256, 512, 1024), rates, strict=True))
-    best = deployment.best(rates, 6, batch, context)
-    every = [
-        deployment.speedup(alpha, gamma, batch, context, budget)
-        for budget, alpha in rates.items()
-        for gamma in range(1, 7)
-    ]
-    assert best.speedup == max(every)
-    assert deployment.speedup(rates[best.budget], best.gamma, batch, context, best.budget) == best.speedup
-
-
 # ---- draft weights
 
 
