@@ -5,14 +5,15 @@ import os
 from dataclasses import replace
 from types import SimpleNamespace
 
+import engines
 import numpy as np
 import pytest
 import torch
 from batches import make_batch
+from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_magicdec.adaptive.draft_plan import DraftLists
-from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting import drafter
 from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.drafting.loops import Staged
@@ -20,10 +21,13 @@ from vllm_magicdec.drafting.pauses import FAILURES_BEFORE_A_PAUSE, FIRST_PAUSE
 from vllm_magicdec.drafting.ports import Cache
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.lookup.history import History
+from vllm_magicdec.plugin import register
 from vllm_magicdec.views.round import Sampled
 from vllm_magicdec.views.windows import SlidingWindow
 
-GAMMA, PAGE = 3, 16
+register()
+
+GAMMA, PAGE = 3, 32
 
 
 class Target:
@@ -54,28 +58,12 @@ def make_drafter(monkeypatch):
     monkeypatch.delenv("VLLM_MAGICDEC_STRICT", raising=False)
 
     def make(target: Target, tensor_parallel_size: int = 1, **fields) -> drafter.Drafter:
-        config = SimpleNamespace(
-            speculative_config=MagicDecSpeculativeConfig(
-                method=METHOD,
-                num_speculative_tokens=GAMMA,
-                draft_kv_budget=128,
-                native_attention=False,  # there are no layers
-                **fields,
-            ),
-            scheduler_config=SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=64),
-            model_config=SimpleNamespace(
-                max_model_len=1024,
-                dtype=torch.float32,
-                get_num_attention_heads=lambda parallel: 1,
-                get_vocab_size=lambda: 100,
-                hf_text_config=SimpleNamespace(model_type="llama"),
-            ),
-            device_config=SimpleNamespace(device_type="cpu"),
-            compilation_config=SimpleNamespace(cudagraph_mode=None),
-            cache_config=SimpleNamespace(block_size=PAGE, cache_dtype="auto"),
-            parallel_config=SimpleNamespace(tensor_parallel_size=tensor_parallel_size),
-            use_v2_model_runner=False,
-        )
+        own = {"num_speculative_tokens": GAMMA, "draft_kv_budget": 128, "native_attention": False}
+        sizes = {"max_model_len": 1024, "max_num_seqs": 2, "max_num_batched_tokens": 64, "block_size": PAGE}
+        spec = {"method": METHOD, **own, **fields}
+        args = EngineArgs(str(engines.MODEL), speculative_config=spec, skip_tokenizer_init=True, **sizes)
+        config = args.create_engine_config()
+        config.parallel_config.tensor_parallel_size = tensor_parallel_size
         cache = FullAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=8, dtype=torch.float32)
         groups = [LayerGroup(("full",), 0, cache, None), LayerGroup(("near",), 0, cache, SlidingWindow(40))]
         return drafter.Drafter(
