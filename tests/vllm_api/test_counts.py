@@ -6,10 +6,8 @@ import pickle
 import weakref
 from types import SimpleNamespace
 
-import engines
 import pytest
 from prometheus_client import REGISTRY
-from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.metrics.stats import SchedulerStats
@@ -26,11 +24,7 @@ from vllm_magicdec.adaptive.metrics import (
     counts_of,
 )
 from vllm_magicdec.adaptive.value import Choice
-from vllm_magicdec.errors import METHOD
-from vllm_magicdec.plugin import register
 from vllm_magicdec.vllm_api.counts import pass_on, send
-
-register()
 
 
 class Late(AsyncModelRunnerOutput):
@@ -48,11 +42,8 @@ def step_output():
 
 
 @pytest.fixture(scope="module")
-def config():
-    spec = {"method": METHOD, "num_speculative_tokens": "auto"}
-    engine = {"skip_tokenizer_init": True, "max_model_len": 2048, "block_size": 32}
-    model = str(engines.HERE.parent / "examples" / "tiny-llama")
-    return EngineArgs(model=model, speculative_config=spec, **engine).create_engine_config()
+def config(configure_tiny):
+    return configure_tiny(num_speculative_tokens="auto")
 
 
 @pytest.fixture

@@ -4,30 +4,22 @@
 import pickle
 from types import SimpleNamespace
 
-import engines
 import pytest
 from test_counts import Late, step_output
-from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, DraftTokenIds
 
 from vllm_magicdec.adaptive.draft_plan import DraftLists
 from vllm_magicdec.adaptive.metrics import Counts, counts_of
-from vllm_magicdec.errors import METHOD
-from vllm_magicdec.plugin import register
 from vllm_magicdec.vllm_api.counts import pass_on
 from vllm_magicdec.vllm_api.hooks import HOOKS
 
-register()
 ASKED = DraftTokenIds(["a"], [[5]])
-TINY_LLAMA = str(engines.HERE.parent / "examples" / "tiny-llama")
 
 
 @pytest.fixture
-def config():
-    spec = {"method": METHOD, "num_speculative_tokens": 2}
-    engine = {"skip_tokenizer_init": True, "max_model_len": 512, "block_size": 32}
-    return EngineArgs(model=TINY_LLAMA, speculative_config=spec, **engine).create_engine_config()
+def config(configure_tiny):
+    return configure_tiny()
 
 
 def wrapped(module, name, original):
