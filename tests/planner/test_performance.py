@@ -191,15 +191,9 @@ def test_shape_of_the_shipped_model_counts_the_weights_in_its_file():
     assert shape.parameters == sum(math.prod(tensor["shape"]) for tensor in header.values())
 
 
-LLAMA_CONFIG = dict(
-    model_type="llama",
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_attention_heads=32,
-    num_hidden_layers=32,
-    num_key_value_heads=8,
-    vocab_size=128256,
-    torch_dtype="bfloat16",
+LLAMA_CONFIG = dict(model_type="llama", torch_dtype="bfloat16", vocab_size=128256, num_hidden_layers=32)
+LLAMA_CONFIG |= dict(
+    hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8
 )
 
 

@@ -16,7 +16,6 @@ from vllm_magicdec.attention.scales import Scales
 from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.policies import find_policy
-from vllm_magicdec.policies.base import Engine
 from vllm_magicdec.views.round import Batch
 
 NUM_REQS, NUM_STEPS, NUM_LAYERS, NUM_KV_HEADS, HEAD_SIZE = 3, 4, 2, 2, 8
@@ -97,19 +96,9 @@ class Target:
 def make_rounds(policy: str, granularity: str | None, device: torch.device) -> Callable[[Batch], None]:
     """What prepares a round of a policy."""
     target = Target(device)
-    engine: Engine = make_engine(
-        PAGE,
-        MODEL_LEN,
-        NUM_STEPS,
-        NUM_BLOCKS,
-        NUM_REQS,
-        num_layers=NUM_LAYERS,
-        num_kv_heads=NUM_KV_HEADS,
-        head_size=HEAD_SIZE,
-        device=device,
-        observe=target.observe,
-        switch_attention=target.switch_attention,
-    )
+    shape = {"num_layers": NUM_LAYERS, "num_kv_heads": NUM_KV_HEADS, "head_size": HEAD_SIZE}
+    hooks = {"observe": target.observe, "switch_attention": target.switch_attention}
+    engine = make_engine(PAGE, MODEL_LEN, NUM_STEPS, NUM_BLOCKS, NUM_REQS, device=device, **shape, **hooks)
     # On a CPU too, as where reading waits for the device.
     engine = replace(engine, limits=replace(engine.limits, device_type="cuda"))
     fields = MagicDecSpeculativeConfig(

@@ -83,16 +83,12 @@ def test_a_backend_that_splits_pages_changes_no_selection(granularity):
 
     def choose(cache: torch.Tensor) -> torch.Tensor:
         rows = KVRows.of(cache, "FLASHINFER")
-        engine = make_engine(
-            page,
-            1024,
-            4,
-            20,
-            1,
-            num_kv_heads=num_kv_heads,
-            head_size=head_size,
-            observe=lambda indices, window, observer: observer(0, queries, rows, Softmax(1.0)),
-        )
+
+        def observe(indices, window, observer):
+            observer(0, queries, rows, Softmax(1.0))
+
+        shape = {"num_kv_heads": num_kv_heads, "head_size": head_size}
+        engine = make_engine(page, 1024, 4, 20, 1, observe=observe, **shape)
         fields = fields_of(draft_kv_granularity=granularity)
         views = SnapKV.make_views(fields, engine, SnapKV.parse_budget(fields, engine.limits, 320))
         batch = replace(make_batch(["a"], block_table, [context_len]), is_first=[True])

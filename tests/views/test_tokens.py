@@ -26,6 +26,17 @@ CPU = torch.device("cpu")
 NUM_LAYERS, NUM_KV_HEADS = 2, 3
 
 
+def make_budget(**fields) -> TokenBudget:
+    usual = {
+        "min_budget": 256,
+        "sink": 16,
+        "window": 32,
+        "num_speculative_tokens": 4,
+        "max_model_len": 4096,
+    }
+    return TokenBudget.from_fields(**{**usual, **fields})
+
+
 @st.composite
 def rounds(draw):
     page_size = draw(st.sampled_from([1, 4, 16]))
@@ -35,15 +46,8 @@ def rounds(draw):
     window = draw(st.integers(1, 12))
     recent = draw(st.sampled_from([0.0, 0.375]))
     least = min(sink + max(window, num_steps) + 1, model_len)
-    budget = TokenBudget.from_fields(
-        budget=draw(st.integers(least, model_len)),
-        min_budget=256,
-        sink=sink,
-        window=window,
-        recent=recent,
-        num_speculative_tokens=num_steps,
-        max_model_len=model_len,
-    )
+    sizes = {"budget": draw(st.integers(least, model_len)), "recent": recent, "max_model_len": model_len}
+    budget = make_budget(sink=sink, window=window, num_speculative_tokens=num_steps, **sizes)
     requests = []
     for _ in range(draw(st.integers(1, 4))):
         context_len = draw(st.integers(1, model_len))
@@ -267,9 +271,7 @@ def test_rows_of_finished_requests_are_reused():
 )
 def test_errors_for_small_budgets_name_a_valid_one(budget, sentence):
     with pytest.raises(ValueError, match=sentence):
-        TokenBudget.from_fields(
-            budget=budget, min_budget=40, sink=16, window=32, num_speculative_tokens=4, max_model_len=4096
-        )
+        make_budget(budget=budget, min_budget=40)
 
 
 @pytest.mark.parametrize(
@@ -281,14 +283,6 @@ def test_errors_for_small_budgets_name_a_valid_one(budget, sentence):
     ],
 )
 def test_recent_tokens_are_a_number_or_a_share_of_the_budget(tokens, recent, window):
-    budget = TokenBudget.from_fields(
-        budget=tokens,
-        min_budget=256,
-        sink=16,
-        window=32,
-        recent=recent,
-        num_speculative_tokens=4,
-        max_model_len=4096,
-    )
+    budget = make_budget(budget=tokens, recent=recent)
     assert budget.num_recent == window
     assert budget.max_selected == tokens - 16 - window
