@@ -64,15 +64,9 @@ class ImaginedEngine:
         self.read_tokens = self.num_catch_ups = self.most_lacking = self.read_in_view = 0
         self._draft_slots = make_slots(PAGE, NUM_ROWS, MAX_DRAFTS, MODEL_LEN)
         self._max_num_tokens = max_num_tokens
-        self.draft = ModelCache(
-            self,
-            [LayerGroup(("draft",), 0, SPEC, None)],
-            max_num_reqs=NUM_ROWS,
-            max_num_tokens=max_num_tokens,
-            max_model_len=MODEL_LEN,
-            knows_accepted=False,
-            may_lag=True,
-        )
+        sizes = {"max_num_reqs": NUM_ROWS, "max_num_tokens": max_num_tokens, "max_model_len": MODEL_LEN}
+        groups = [LayerGroup(("draft",), 0, SPEC, None)]
+        self.draft = ModelCache(self, groups, knows_accepted=False, may_lag=True, **sizes)
         self._lookup = lookup
         self.requests = [self._arriving(row) for row in range(NUM_ROWS)]
 

@@ -23,14 +23,8 @@ def read(*paths, field="text"):
 
 
 def row(name, **values):
-    return {
-        "document": name,
-        "text_sha256": "0" * 16,
-        "answer": "a",
-        "error": "",
-        "acceptance_length": 2.0,
-        **values,
-    }
+    answer = {"answer": "a", "error": "", "acceptance_length": 2.0}
+    return {"document": name, "text_sha256": "0" * 16, **answer, **values}
 
 
 def written(folder):

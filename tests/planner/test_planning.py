@@ -71,35 +71,34 @@ def test_table_marks_cells_beyond_capacity_and_inflections(capsys):
     assert HARDWARE["A100"].source in printed
 
 
+def planned(tmp_path, *arguments: object) -> dict:
+    """What a plan of one cell writes."""
+    file = tmp_path / "plan.json"
+    assert plan(*arguments, "--batch", 1, "--context", 4096, "--json", file) == 0
+    return json.loads(file.read_text())
+
+
 def test_model_from_a_directory_or_file_with_given_bytes(tmp_path):
     pytest.importorskip("rich")
     for model in (TINY_LLAMA, TINY_LLAMA / "config.json"):
-        file = tmp_path / "plan.json"
-        command = ("--model", model, "--gpu", "L40", "--batch", 1, "--context", 4096, "--json", file)
-        assert plan(*command, "--kv-bytes", 1, "--weight-bytes", 0.5) == 0
-        shape = json.loads(file.read_text())["model"]
-        assert shape["name"] == "tiny-llama"
-        assert shape["num_layers"] == 6
+        given = ("--gpu", "L40", "--kv-bytes", 1, "--weight-bytes", 0.5)
+        shape = planned(tmp_path, "--model", model, *given)["model"]
+        assert (shape["name"], shape["num_layers"]) == ("tiny-llama", 6)
         assert (shape["weight_bytes"], shape["kv_bytes"]) == (0.5, 1)
 
 
 def test_this_machine_is_measured_with_efficiencies_of_1(tmp_path, capsys):
     pytest.importorskip("rich")
-    file = tmp_path / "plan.json"
-    command = ("--model", TINY_LLAMA, "--gpu", "this", "--batch", 1, "--context", 4096, "--json", file)
-    assert plan(*command) == 0
-    written = json.loads(file.read_text())
+    written = planned(tmp_path, "--model", TINY_LLAMA, "--gpu", "this")
     assert written["hardware"]["source"] == "measured here"
     assert written["costs"]["memory_efficiency"] == written["costs"]["compute_efficiency"] == 1
     assert "measured here" in capsys.readouterr().out
 
 
 def test_measured_costs_replace_the_defaults(tmp_path):
-    file = tmp_path / "plan.json"
     costs = {"attention_memory_efficiency": 0.25, "layer_overhead_us": 400}
-    command = ("--model", TINY_LLAMA, "--gpu", "L40", "--batch", 1, "--context", 4096, "--json", file)
-    assert plan(*command, "--costs", json.dumps(costs)) == 0
-    assert json.loads(file.read_text())["costs"] == asdict(Costs()) | costs
+    written = planned(tmp_path, "--model", TINY_LLAMA, "--gpu", "L40", "--costs", json.dumps(costs))
+    assert written["costs"] == asdict(Costs()) | costs
 
 
 def test_png_is_a_picture_of_the_grid(tmp_path):
