@@ -56,20 +56,6 @@ def test_the_error_for_a_fraction_names_the_minimum_budget():
         SnapKV.parse_budget(fields_of(draft_kv_min_budget=64), Limits(32, 8192, 4, "cpu"), 0.1)
 
 
-def test_prompts_shorter_than_the_window_are_not_observed():
-    """Also where the budget holds the whole model, so that nothing is left to select."""
-    observed = []
-    engine = make_engine(
-        128, 256, 4, 2, 1, observe=lambda indices, window, observer: observed.append(indices)
-    )
-    fields = fields_of()
-    views = SnapKV.make_views(fields, engine, SnapKV.parse_budget(fields, engine.limits, 256))
-    batch = make_batch(["a"], torch.tensor([[1, 0]], dtype=torch.int32), [10])
-    steps = list(steps_of_view(views.prepare(replace(batch, is_first=[True]), 4), 4))
-    assert not observed
-    assert [int(step.view.lens[0]) for step in steps] == [11, 12, 13, 14]
-
-
 @pytest.mark.parametrize("granularity", ["token", "page"])
 def test_a_backend_that_splits_pages_changes_no_selection(granularity):
     """FLASHINFER has blocks of 16, 32 or 64 tokens where `--block-size 128` counts in pages of 128."""

@@ -52,16 +52,6 @@ def test_layers_without_a_window_come_first_and_each_type_is_a_group():
     ]
 
 
-def test_without_vllms_hybrid_manager_layers_keep_their_windows():
-    """One KV-cache group, whose spec has the window of some layer in it."""
-    merged = FullAttentionSpec(**SHAPE, sliding_window=96)
-    groups = find_layer_groups([KVCacheGroupSpec(["0", "1"], merged)], reaches_of({"0": WINDOW, "1": FULL}))
-    assert [(group.layer_names, group.reach) for group in groups] == [
-        (("1",), None),
-        (("0",), SlidingWindow(96)),
-    ]
-
-
 def test_layers_of_different_shapes_are_separate_groups_and_none_counts_twice():
     wide = FullAttentionSpec(**{**SHAPE, "head_size": 128})
     uniform = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"0": FULL, "1": wide, "2": FULL})
@@ -128,7 +118,7 @@ def test_a_view_of_one_chunk_is_not_split_into_chunks(monkeypatch):
     assert chunked.get_builder_cls() is not CPUAttentionBackend.get_builder_cls()
 
 
-def group_of(name: str, kernel_block_size: int = 32, **of_builder) -> SimpleNamespace:
+def group_of(name: str, kernel_block_size: int | None = None, **of_builder) -> SimpleNamespace:
     """An attention group of a backend of that name."""
     return SimpleNamespace(
         backend=SimpleNamespace(get_name=lambda: name),
@@ -141,7 +131,7 @@ def group_of(name: str, kernel_block_size: int = 32, **of_builder) -> SimpleName
 @pytest.mark.parametrize(
     ("name", "are_of_layers", "kernel_block_size", "sentence"),
     [
-        ("FLASH_ATTN", True, 32, None),
+        ("FLASH_ATTN", True, None, None),
         ("FLASH_ATTN", True, 16, "into 16; use --block-size 16, draft_kv_policy='snapkv' with"),
         ("FLASH_ATTN", False, 16, None),
         # FlashInfer's kernels need contiguous rows, and vLLM's buffer would have gaps.
