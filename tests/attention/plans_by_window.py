@@ -89,19 +89,11 @@ class Layers:
         places = [torch.arange(length) for length in self.lens]
         self._slots = [t[p // PAGE].long() * PAGE + p % PAGE for t, p in zip(tables, places, strict=True)]
         self._num_pages = len(order)
-        self.builder = builder
-        self.batch = SimpleNamespace(
-            num_reqs=len(requests),
-            num_actual_tokens=int(self.starts[-1]),
-            max_query_len=int(query_lens.max()),
-            max_seq_len=int(self.lens.max()),
-            query_start_loc=self.starts,
-            seq_lens=self.lens,
-            block_table_tensor=tables,
-            slot_mapping=None,
-            causal=True,
-        )
-        self._metadata = builder.build(0, self.batch)
+        most = dict(max_query_len=int(query_lens.max()), max_seq_len=int(self.lens.max()))
+        numbers = dict(num_reqs=len(requests), num_actual_tokens=int(self.starts[-1]))
+        where = dict(query_start_loc=self.starts, seq_lens=self.lens, block_table_tensor=tables)
+        batch = SimpleNamespace(slot_mapping=None, causal=True, **most, **numbers, **where)
+        self._metadata = builder.build(0, batch)
 
     def _layer(self, name, window):
         layer = Attention.__new__(Attention)

@@ -258,13 +258,8 @@ COMPILED = [
     *(
         (
             "_logits_kernel",
-            dict(
-                min_keys=f"*{keys}",
-                max_keys=f"*{keys}",
-                queries="*bf16",
-                query_rows="*i64",
-                block_table="*i32",
-            ),
+            dict(min_keys=f"*{keys}", max_keys=f"*{keys}", queries="*bf16")
+            | dict(query_rows="*i64", block_table="*i32"),
             dict(NUM_QUERIES=17, NUM_ROWS=68, BLOCK_ROWS=16, HEAD_SIZE=size, HEAD_PADDED=size, SPLIT=split)
             | dict(GROUP=4, PAGE_SIZE=16, STEPS=8),
         )

@@ -75,15 +75,9 @@ def test_every_step_sees_sinks_and_window_and_writes_to_its_own_slot(case):
         for req, context_len in enumerate(context_lens):
             own_blocks = block_table[req].tolist()
             position = context_len + step_index
-            expected = visible_positions(
-                context_len=context_len,
-                step=step_index,
-                num_steps=num_steps,
-                page_size=page_size,
-                sink=case["sink"],
-                num_pages=num_pages[req],
-                model_len=model_len,
-            )
+            where = dict(context_len=context_len, step=step_index, num_pages=num_pages[req])
+            sizes = dict(num_steps=num_steps, page_size=page_size, sink=case["sink"], model_len=model_len)
+            expected = visible_positions(**where, **sizes)
             seq_len = int(step.view.lens[req])
             view_blocks = step.view.block_table[req].tolist()
             seen = [slot_of(p, view_blocks, page_size) for p in range(seq_len)]

@@ -104,21 +104,13 @@ def test_every_step_sees_selection_sinks_and_recent_tokens_also_in_a_pass(case, 
             for layer in range(NUM_LAYERS):
                 for head in range(NUM_KV_HEADS):
                     end = max(0, selected_at - budget.num_recent)
+                    common = dict(context_len=context_len, sink=budget.num_sinks, model_len=model_len)
+                    common["budget"] = budget.max_tokens
+                    own_chosen = selection_in_view(
+                        chosen[index, layer, head], window=budget.num_recent, **common
+                    )
                     expected = token_positions(
-                        chosen=selection_in_view(
-                            chosen[index, layer, head],
-                            context_len=context_len,
-                            sink=budget.num_sinks,
-                            budget=budget.max_tokens,
-                            window=budget.num_recent,
-                            model_len=model_len,
-                        ),
-                        chosen_until=end,
-                        context_len=context_len,
-                        step=step_index,
-                        sink=budget.num_sinks,
-                        budget=budget.max_tokens,
-                        model_len=model_len,
+                        chosen=own_chosen, chosen_until=end, step=step_index, **common
                     )
                     seen = step.view.slots[layer, index, head, :length].tolist()
                     slots_seen = sorted(slot_of(p, own, page_size) for p in expected)

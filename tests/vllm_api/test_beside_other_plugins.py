@@ -73,15 +73,10 @@ print(type(ngram.speculative_config).__name__, sorted(set(seen)))
 
 @pytest.mark.parametrize("order", ["first", "second"])
 def test_both_plugins_work_in_either_order(order):
-    child = subprocess.run(
-        [sys.executable, "-c", OTHER, order],
-        cwd=engines.HERE.parent,
-        env=engines.environment(VLLM_PLUGINS="", VLLM_LOGGING_LEVEL="ERROR"),
-        capture_output=True,
-        text=True,
-        timeout=engines.TIME_LIMIT_S,
-        check=False,
-    )
+    env = engines.environment(VLLM_PLUGINS="", VLLM_LOGGING_LEVEL="ERROR")
+    options = {"capture_output": True, "text": True, "timeout": engines.TIME_LIMIT_S}
+    command = [sys.executable, "-c", OTHER, order]
+    child = subprocess.run(command, cwd=engines.HERE.parent, env=env, **options)
     assert child.returncode == 0, child.stderr[-3000:]
     assert child.stdout.splitlines()[-3:] == [
         "reason None",
