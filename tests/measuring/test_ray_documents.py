@@ -95,11 +95,6 @@ def test_rows_without_text_are_named_and_none_is_left_out(tmp_path):
     assert read(table, field="other")[0][2], "numbers are no documents"
 
 
-def test_a_missing_path_is_refused(tmp_path):
-    with pytest.raises(SystemExit, match="neither a file nor a folder"):
-        ray_batch.find_files([str(tmp_path / "missing")], "out")
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -115,7 +110,9 @@ def test_invalid_options_are_refused_in_a_sentence(options, says, capsys):
     assert says in capsys.readouterr().err
 
 
-def test_a_torn_file_or_an_empty_folder_is_refused_before_anything_starts(tmp_path):
+def test_a_missing_or_torn_file_or_an_empty_folder_is_refused_before_anything_starts(tmp_path):
+    with pytest.raises(SystemExit, match="neither a file nor a folder"):
+        ray_batch.find_files([str(tmp_path / "missing")], "out")
     parse = ray_batch.make_parser().parse_args
     args = parse([str(tmp_path), "--out", str(tmp_path / "answers")])
     with pytest.raises(SystemExit, match="no files found"):
