@@ -137,12 +137,8 @@ def test_answers_are_kept_once_and_a_job_resumes(tmp_path):
             again.add(row(name))
         again.save()
         assert sorted(again.table(texts)["document"].to_pylist()) == list("abcde")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        ".lock",
-        "answers-000000.parquet",
-        "answers-000001.parquet",
-        "job.json",
-    ]
+    left = [".lock", "answers-000000.parquet", "answers-000001.parquet", "job.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
 
 
 def test_another_jobs_answers_are_not_mixed_in(tmp_path):
@@ -176,10 +172,8 @@ def test_a_document_with_an_error_has_no_answer_and_is_tried_again(job, tmp_path
     asked, said, missing = job()
     assert (asked, missing) == (["bad"], 0)
     assert "of which 1 are answered" in said and "no answer" not in said
-    assert [(one["answer"], one["error"]) for one in written(tmp_path / "out")] == [
-        ("GOOD", ""),
-        ("BAD", ""),
-    ]
+    answers = [(one["answer"], one["error"]) for one in written(tmp_path / "out")]
+    assert answers == [("GOOD", ""), ("BAD", "")]
 
 
 def test_a_text_is_answered_once_however_its_path_is_typed_and_again_when_it_changes(job, tmp_path):

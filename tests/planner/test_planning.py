@@ -39,12 +39,8 @@ def test_json_has_what_the_model_predicts(tmp_path):
     assert written["inflection_contexts"] == {
         str(batch): deployment.inflection_context(alphas, 5, batch) for batch in (8, 32)
     }
-    assert [(cell["batch"], cell["context"]) for cell in written["cells"]] == [
-        (8, 4000),
-        (8, 32000),
-        (32, 4000),
-        (32, 32000),
-    ]
+    cells = [(cell["batch"], cell["context"]) for cell in written["cells"]]
+    assert cells == [(8, 4000), (8, 32000), (32, 4000), (32, 32000)]
     for cell in written["cells"]:
         at = cell["batch"], cell["context"]
         best = deployment.best(alphas, 5, *at)

@@ -34,14 +34,8 @@ def rounds(draw):
 
 
 def make_budget(*, page_size, model_len, num_steps, sink, budget, min_budget=256):
-    return PageBudget.from_tokens(
-        budget=budget,
-        min_budget=min_budget,
-        sink=sink,
-        page_size=page_size,
-        num_speculative_tokens=num_steps,
-        max_model_len=model_len,
-    )
+    tokens = dict(budget=budget, min_budget=min_budget, sink=sink, page_size=page_size)
+    return PageBudget.from_tokens(**tokens, num_speculative_tokens=num_steps, max_model_len=model_len)
 
 
 def make_views(budget, max_num_reqs, num_steps, model_len):

@@ -27,13 +27,7 @@ NUM_LAYERS, NUM_KV_HEADS = 2, 3
 
 
 def make_budget(**fields) -> TokenBudget:
-    usual = {
-        "min_budget": 256,
-        "sink": 16,
-        "window": 32,
-        "num_speculative_tokens": 4,
-        "max_model_len": 4096,
-    }
+    usual = dict(min_budget=256, sink=16, window=32, num_speculative_tokens=4, max_model_len=4096)
     return TokenBudget.from_fields(**{**usual, **fields})
 
 

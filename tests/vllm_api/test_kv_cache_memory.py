@@ -34,13 +34,9 @@ POLICIES = [
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
-    return write_llama(
-        tmp_path_factory.mktemp("model"),
-        hidden_size=NUM_HEADS * HEAD_SIZE,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=NUM_HEADS,
-        num_key_value_heads=NUM_KV_HEADS,
-    )
+    heads = {"num_attention_heads": NUM_HEADS, "num_key_value_heads": NUM_KV_HEADS}
+    sizes = {"hidden_size": NUM_HEADS * HEAD_SIZE, "num_hidden_layers": NUM_LAYERS}
+    return write_llama(tmp_path_factory.mktemp("model"), **sizes, **heads)
 
 
 def configure(model_dir, speculative_config=None, kv_cache_dtype="auto"):

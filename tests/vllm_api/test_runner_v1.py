@@ -25,11 +25,8 @@ def test_answers_are_reported_before_the_runner_drops_them_in_one_order_on_all_r
     finished = ["e", "b", "never begun", "g", "a"]
     for names in (finished, reversed(finished), []):
         assert runner.execute_model(SimpleNamespace(finished_req_ids=dict.fromkeys(names)), more=3) == 3
-    assert reported == [(name, [1, ord(name)]) for name in "abeg"] and sorted(runner.requests) == [
-        "c",
-        "d",
-        "f",
-    ]
+    assert reported == [(name, [1, ord(name)]) for name in "abeg"]
+    assert sorted(runner.requests) == ["c", "d", "f"]
 
 
 @pytest.mark.parametrize("may_skip", [None, True, False])
