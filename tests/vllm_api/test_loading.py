@@ -162,7 +162,7 @@ def test_other_registry_is_ignored(log, registry, changes):
     assert not log.records
 
 
-def test_registry_of_the_patches_is_used(log, registry, monkeypatch):
+def test_registry_of_the_patches_is_used(log, registry):
     plugin.register()
     assert hook.installed() == hooks.HOOKS_BESIDE_REGISTRY
     spec = registry.find_by_fields({"method": METHOD})
@@ -170,15 +170,19 @@ def test_registry_of_the_patches_is_used(log, registry, monkeypatch):
     assert spec is registry.find_by_fields({"method": MODEL_METHOD, "model": "a draft"})
     for field in SPEC_FIELDS:
         assert callable(resolve_obj_by_qualname(getattr(spec, field)))
-    own = EngineSpeculativeConfig(method=METHOD)
-    assert registry.find_by_config(own) is spec
-    assert not registry.reads_aux_hidden_states(own)
+    assert not log.records
+
+
+def test_registry_knows_the_methods_by_their_configuration(registry, monkeypatch):
+    plugin.register()
+    spec = EngineSpeculativeConfig(method=METHOD)
+    assert registry.find_by_config(spec) is registry.find_by_fields({"method": METHOD})
+    assert not registry.reads_aux_hidden_states(spec)
     monkeypatch.setattr(EngineSpeculativeConfig, "spire", "settings of a SPIRe draft")
-    assert registry.reads_aux_hidden_states(own)
+    assert registry.reads_aux_hidden_states(spec)
     other = SpeculativeConfig(method="ngram", num_speculative_tokens=2, prompt_lookup_max=3)
     assert registry.find_by_config(other) is None
     assert not registry.reads_aux_hidden_states(other)
-    assert not log.records
 
 
 def test_all_patched_versions_have_the_same_registry():
