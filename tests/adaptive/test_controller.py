@@ -105,7 +105,7 @@ def test_close_to_the_best_fixed_choice_and_never_below_plain(name: str) -> None
     controller = make_controller()
     achieved = simulate(follow(controller), trace, seed, controller)
     fixed = [simulate(lambda m, c=c: c, trace, seed) for c in all_choices()]
-    assert achieved > 0.95 * max(fixed)
+    assert achieved > (1.0 if name == "drifting" else 0.95) * max(fixed)  # the best one changes
     assert achieved > 0.98 * fixed[0]
 
 
@@ -174,12 +174,6 @@ def test_an_error_of_the_fit_at_one_size_is_expected_at_the_next() -> None:
     far = alike(4, 4 * 256_000, Choice(6))
     times = measure(1_000, 4_000)
     assert times.predict(far) / times.predict(alike(4, 4 * 256_000, Choice(5))) < 1.15
-
-
-def test_beats_every_fixed_choice_where_the_best_one_changes() -> None:
-    controller = make_controller()
-    achieved = simulate(follow(controller), drifting, 0, controller)
-    assert achieved > max(simulate(lambda m, c=c: c, drifting, 0) for c in all_choices())
 
 
 def test_does_not_flap_at_steady_load() -> None:

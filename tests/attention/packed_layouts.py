@@ -35,10 +35,6 @@ def halves_of(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return cache.view(num_blocks, num_kv_heads, 2 * page_size, -1).chunk(2, dim=2)
 
 
-def name_of(case: Case) -> str:
-    return CACHE_NAMES.get(case.keys.dtype, "auto")
-
-
 def write_packed(
     ops, case: Case, isa: str, tokens: tuple[torch.Tensor, torch.Tensor], scale: float = 1.0
 ) -> torch.Tensor:
@@ -51,15 +47,10 @@ def write_packed(
     if cache.dtype in CACHE_NAMES:
         cache = cache.view(torch.uint8)
     order = torch.randperm(case.keys.shape[0])
-    ops.cpu_attn_reshape_and_cache(
-        *((half.float() * scale).to(case.query.dtype)[order].contiguous() for half in tokens),
-        *halves_of(cache),
-        order,
-        isa,
-        k_scale=scale,
-        v_scale=scale,
-        kv_cache_dtype=name_of(case),
-    )
+    scaled = [(half.float() * scale).to(case.query.dtype)[order].contiguous() for half in tokens]
+    name = CACHE_NAMES.get(case.keys.dtype, "auto")
+    scales = dict(k_scale=scale, v_scale=scale, kv_cache_dtype=name)
+    ops.cpu_attn_reshape_and_cache(*scaled, *halves_of(cache), order, isa, **scales)
     return cache
 
 

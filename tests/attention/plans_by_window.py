@@ -5,6 +5,7 @@ The kernel is that of the library that the process has loaded: tests run this fi
 for each of them.
 """
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -38,11 +39,13 @@ def kernels():
     torch.set_num_threads(num_threads)
 
 
-@pytest.fixture
-def fixed(monkeypatch):
-    monkeypatch.setattr(CPUAttentionMetadataBuilder, "build", CPUAttentionMetadataBuilder.build)
-    monkeypatch.setattr(CPUAttentionBackendImpl, "forward", CPUAttentionBackendImpl.forward)
-    cpu_attention.patch()
+@contextmanager
+def fixed():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CPUAttentionMetadataBuilder, "build", CPUAttentionMetadataBuilder.build)
+        patch.setattr(CPUAttentionBackendImpl, "forward", CPUAttentionBackendImpl.forward)
+        cpu_attention.patch()
+        yield
 
 
 class Layers:
@@ -86,19 +89,11 @@ class Layers:
         places = [torch.arange(length) for length in self.lens]
         self._slots = [t[p // PAGE].long() * PAGE + p % PAGE for t, p in zip(tables, places, strict=True)]
         self._num_pages = len(order)
-        self.builder = builder
-        self.batch = SimpleNamespace(
-            num_reqs=len(requests),
-            num_actual_tokens=int(self.starts[-1]),
-            max_query_len=int(query_lens.max()),
-            max_seq_len=int(self.lens.max()),
-            query_start_loc=self.starts,
-            seq_lens=self.lens,
-            block_table_tensor=tables,
-            slot_mapping=None,
-            causal=True,
-        )
-        self._metadata = builder.build(0, self.batch)
+        most = dict(max_query_len=int(query_lens.max()), max_seq_len=int(self.lens.max()))
+        numbers = dict(num_reqs=len(requests), num_actual_tokens=int(self.starts[-1]))
+        where = dict(query_start_loc=self.starts, seq_lens=self.lens, block_table_tensor=tables)
+        batch = SimpleNamespace(slot_mapping=None, causal=True, **most, **numbers, **where)
+        self._metadata = builder.build(0, batch)
 
     def _layer(self, name, window):
         layer = Attention.__new__(Attention)
@@ -164,27 +159,19 @@ def test_vllm_itself_is_wrong_with_a_window_and_sinks_under_a_shared_plan():
     assert any(layers.error_after_other_work(0, 1) > 1 for _ in range(10))
 
 
-def test_vllm_itself_is_wrong_with_a_plan_for_a_smaller_window():
-    """A builder knows the windows of the layers that it was made with, in vLLM's drafts of one."""
-    layers = Layers([WINDOW, None], DECODE, has_sinks=False, late=True)
-    assert layers.error(1) > 1e-2
-
-
 @pytest.mark.parametrize("late", [False, True], ids=["all layers known", "layers added later"])
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["no sinks", "sinks"])
-def test_layers_with_and_without_a_window_are_right_with_plans_of_their_own(fixed, has_sinks, late):
-    layers = Layers([WINDOW, None, 96], DECODE, has_sinks=has_sinks, late=late)
-    for index in range(3):
-        assert max(layers.error_after_other_work(index, 1) for _ in range(3)) < TOLERANCE
+def test_layers_with_and_without_a_window_are_right_with_plans_of_their_own(has_sinks, late):
+    with fixed():
+        layers = Layers([WINDOW, None, 96], DECODE, has_sinks=has_sinks, late=late)
+        for index in range(3):
+            assert max(layers.error_after_other_work(index, 1) for _ in range(3)) < TOLERANCE
 
 
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_any_batch_is_right_with_plans_by_window(data):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CPUAttentionMetadataBuilder, "build", CPUAttentionMetadataBuilder.build)
-        patch.setattr(CPUAttentionBackendImpl, "forward", CPUAttentionBackendImpl.forward)
-        cpu_attention.patch()
+    with fixed():
         lens = data.draw(st.lists(st.integers(1, 700), min_size=1, max_size=4), label="contexts")
         requests = [
             (data.draw(st.one_of(st.just(1), st.integers(1, length)), label="query"), length)
@@ -199,8 +186,9 @@ def test_any_batch_is_right_with_plans_by_window(data):
             assert layers.error_after_other_work(index, 0) < TOLERANCE
 
 
-def test_layers_with_one_window_are_planned_as_vllm_plans_them(fixed):
-    for windows in ([WINDOW, WINDOW], [None, None]):
-        layers = Layers(windows, DECODE)
-        assert type(layers._metadata) is cpu_attn.CPUAttentionMetadata
-        assert layers.error(0) < TOLERANCE
+def test_layers_with_one_window_are_planned_as_vllm_plans_them():
+    with fixed():
+        for windows in ([WINDOW, WINDOW], [None, None]):
+            layers = Layers(windows, DECODE)
+            assert type(layers._metadata) is cpu_attn.CPUAttentionMetadata
+            assert layers.error(0) < TOLERANCE

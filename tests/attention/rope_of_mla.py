@@ -21,13 +21,9 @@ def largest_errors(**parameters) -> list[float]:
         pytest.skip("needs vLLM's CPU build")
     current_platform.import_kernels()
     with set_current_vllm_config(VllmConfig()):
-        rope = get_rope(
-            HEAD_SIZE,
-            max_position=256,
-            rope_parameters={"rope_theta": 10000.0, **parameters},
-            is_neox_style=False,
-            dtype=torch.float32,
-        )
+        parameters = {"rope_theta": 10000.0, **parameters}
+        options = {"max_position": 256, "is_neox_style": False, "dtype": torch.float32}
+        rope = get_rope(HEAD_SIZE, rope_parameters=parameters, **options)
         positions = torch.arange(5)
         queries, keys = torch.randn(5, 4, 32 + HEAD_SIZE)[..., 32:], torch.randn(5, 1, HEAD_SIZE)
         right = rope.forward_native(positions, queries.clone(), keys.clone())

@@ -21,12 +21,8 @@ from vllm_magicdec.views.round import TokenMask
 pytestmark = pytest.mark.skipif(best_variant() is None, reason="needs the compiled kernel")
 PAGE, HEADS, KV_HEADS, HEAD_SIZE, CONTEXT = 32, 4, 2, 64, 90
 # By vLLM's names.
-DTYPES = {
-    "auto": torch.float32,
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-}
+DTYPES = dict.fromkeys(("fp8", "fp8_e4m3"), torch.float8_e4m3fn)
+DTYPES |= {"auto": torch.float32, "fp8_e5m2": torch.float8_e5m2}
 KEY_SCALE, VALUE_SCALE = 0.7, 1.3
 
 
@@ -73,14 +69,10 @@ def layer_of(case: Case, name: str, implementation: type = CPUAttentionBackendIm
 def metadata_of(case: Case) -> SimpleNamespace:
     """vLLM's, of a decode step of one request over its pages."""
     num_pages = len(case.keys) // PAGE
-    return SimpleNamespace(
-        causal=True,
-        max_query_len=1,
-        num_actual_tokens=1,
-        query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
-        block_table=torch.arange(num_pages, dtype=torch.int32).unsqueeze(0),
-        seq_lens=case.lens,
-    )
+    table = torch.arange(num_pages, dtype=torch.int32).unsqueeze(0)
+    where = dict(query_start_loc=torch.tensor([0, 1], dtype=torch.int32), block_table=table)
+    numbers = dict(max_query_len=1, num_actual_tokens=1, seq_lens=case.lens)
+    return SimpleNamespace(causal=True, **where, **numbers)
 
 
 def attended(layer: SimpleNamespace, case: Case, metadata: object) -> torch.Tensor:

@@ -60,22 +60,35 @@ def in_fp8(case: Case, dtype: torch.dtype = torch.float8_e4m3fn) -> Case:
 def draft(
     layer: types.SimpleNamespace, case: Case, cache: torch.Tensor, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """One layer's part of a draft step, the way vLLM calls it, padded by a token.
-
-    `dtype`: of the model, where queries are quantised.
-    """
-    query = torch.cat([case.query, case.query[:1]])
+    """One layer's part of a draft step. `dtype`: of the model, where queries are quantised."""
     lens = case.lens.tolist()
     common_len = lens[0] if len(set(lens)) == 1 else None
     view = TokenView(lens=case.lens, slots=case.slots.unsqueeze(0), common_len=common_len)
+    return attend(layer, case.query, view, cache, dtype)
+
+
+def attend(layer, tokens, view, cache, dtype=None) -> torch.Tensor:
+    """The way vLLM calls it, padded by a token."""
+    query = torch.cat([tokens, tokens[:1]])
     output = torch.full_like(query.flatten(1), torch.nan, dtype=dtype or query.dtype)
     metadata = draft_metadata(view, ["layer"], lambda pages: {})["layer"]
     layer.impl.forward(layer, query, None, None, as_vllm_keeps(cache), metadata, output)
-    return output[: len(case.query)].view_as(case.query)
+    assert output[-1].isnan().all()
+    return output[:-1].view_as(tokens)
+
+
+SCALES = ("key_scale", "value_scale")
 
 
 def make_plans(geometry: Geometry) -> plans.CommonLengthPlans | None:
     return switch.plan_with_flashinfer(geometry, max_num_reqs=4, max_graph_reqs=4, device=CPU)
+
+
+def logged(monkeypatch, logger, level: str) -> list[str]:
+    """What is logged from now on."""
+    lines: list[str] = []
+    monkeypatch.setattr(logger, level, lambda line, *args: lines.append(line % args))
+    return lines
 
 
 def engine_config(case: Case) -> types.SimpleNamespace:
@@ -100,16 +113,23 @@ def test_the_switch_reads_token_views_with_flashinfer(flashinfer_stand_in, case)
 
 
 @settings(max_examples=40, deadline=None)
-@given(cases(), st.booleans(), st.booleans())
-def test_the_switch_uses_a_layers_sinks_and_scales(case, quantises_queries, by_head):
-    """A scale for all heads, or one for each KV head, as FlashAttention can; with queries, or without."""
+@given(cases(), st.booleans(), st.booleans(), st.booleans())
+def test_the_switch_uses_a_layers_sinks_and_scales(case, quantises_queries, by_head, reads_by_head):
+    """A scale for all heads, or one for each KV head, as FlashAttention can; with queries, or without.
+
+    Other backends, as that for CPUs, store and read by the greatest of them, the layer's number.
+    """
+    assert not CPUAttentionBackend.supports_per_head_quant_scales()
     dtype = case.query.dtype
     num_kv_heads = case.keys.shape[1]
     if case.keys.dtype in CACHE_NAMES and by_head:
         share = torch.linspace(1, 0.3, num_kv_heads).unsqueeze(1)
         case = replace(case, key_scale=case.key_scale * share, value_scale=case.value_scale * share.sqrt())
     cache = filled_cache(KVCacheLayout.LBNHC, case)
-    layer = layer_of(case, cache)
+    layer = layer_of(case, cache, reads_scales_by_head=reads_by_head)
+    if not reads_by_head:
+        scales = {name: float(torch.as_tensor(getattr(case, name)).max()) for name in SCALES}
+        case = replace(case, **scales)
     handed = case
     if case.keys.dtype in CACHE_NAMES and quantises_queries:
         layer.query_quant = "any"
@@ -140,11 +160,7 @@ def test_each_token_of_a_pass_attends_to_its_visible_slots(case, data):
     cache = filled_cache(KVCacheLayout.LBNHC, case)
     layer = layer_of(case, cache)
     switch.Switch(0, layer, engine_config(case), CPU, None)
-    padded = torch.cat([tokens, tokens[:1]])
-    output = torch.full_like(padded.flatten(1), torch.nan)
-    metadata = draft_metadata(view, ["layer"], lambda pages: {})["layer"]
-    layer.impl.forward(layer, padded, None, None, as_vllm_keeps(cache), metadata, output)
-    assert output[-1].isnan().all()
+    output = attend(layer, tokens, view, cache)
     for query, own in enumerate(is_seen.flatten(0, 1)[cells]):
         place = int(places[query])
         alone = replace(
@@ -153,29 +169,7 @@ def test_each_token_of_a_pass_attends_to_its_visible_slots(case, data):
             slots=case.slots[place : place + 1, :, own],
             lens=own.sum().reshape(1),
         )
-        alone.check(output[query : query + 1].view_as(alone.query))
-
-
-@pytest.mark.parametrize("reads_scales_by_head", [False, True])
-def test_scales_by_head_count_where_the_backend_reads_them(reads_scales_by_head):
-    """vLLM's CPU backend stores and reads by the greatest of them, the layer's number."""
-    assert not CPUAttentionBackend.supports_per_head_quant_scales()
-    torch.manual_seed(0)
-    size, scales = 64, torch.tensor([[1.0], [0.3]])
-    case = replace(
-        in_fp8(small_case()),
-        keys=torch.randn(8, 2, size).to(torch.float8_e4m3fn),
-        values=torch.randn(8, 2, size).to(torch.float8_e4m3fn),
-        slots=torch.tensor([[[6, 1, 3], [0, 2, 5]]], dtype=torch.int32),
-        key_scale=2 * scales,
-        value_scale=scales,
-    )
-    cache = filled_cache(KVCacheLayout.LBNHC, case)
-    layer = layer_of(case, cache, reads_scales_by_head=reads_scales_by_head)
-    switch.Switch(0, layer, engine_config(case), CPU, None)
-    if not reads_scales_by_head:
-        case = replace(case, key_scale=2.0, value_scale=1.0)
-    case.check(draft(layer, case, cache))
+        alone.check(output[query : query + 1])
 
 
 def test_policies_get_the_targets_queries():
@@ -241,12 +235,11 @@ def test_triton_reads_batch_sizes_that_flashinfer_cannot_plan(flashinfer_stand_i
         plan(decode, lens)
 
     monkeypatch.setattr(flashinfer_attention.FlashInferDecode, "plan", plan_one_at_most)
-    read, attend = [], switch.attend
+    read, attend_to = [], switch.attend
     monkeypatch.setattr(
-        switch, "attend", lambda *args, **kw: read.append(len(args[0])) or attend(*args, **kw)
+        switch, "attend", lambda *args, **kw: read.append(len(args[0])) or attend_to(*args, **kw)
     )
-    logged = []
-    monkeypatch.setattr(plans.logger, "warning", lambda line, *args: logged.append(line % args))
+    warned = logged(monkeypatch, plans.logger, "warning")
     for num_reqs in (2, 1):
         installed.plans.prepare_capture(num_reqs, 3)
     for num_reqs in (1, 2, 1, 2):
@@ -255,16 +248,8 @@ def test_triton_reads_batch_sizes_that_flashinfer_cannot_plan(flashinfer_stand_i
         )
         part.check(draft(layer, part, cache))
     assert read == [2, 2]
-    (line,) = logged
+    (line,) = warned
     assert line.startswith("FlashInfer cannot plan token views of 2 requests")
-
-
-def reason_logged(monkeypatch, geometry: Geometry) -> str:
-    logged = []
-    monkeypatch.setattr(switch.logger, "warning_once", lambda line, *args: logged.append(line % args))
-    assert make_plans(geometry) is None
-    (line,) = logged
-    return line
 
 
 GEOMETRY = Geometry(8, 2, 128, torch.bfloat16, torch.bfloat16, scale=1.0)
@@ -290,7 +275,9 @@ def test_shapes_without_a_flashinfer_kernel_go_to_triton(
     flashinfer_stand_in, monkeypatch, changes, sentence
 ):
     monkeypatch.setattr(switch, "has_flashinfer", lambda: changes is not None)
-    line = reason_logged(monkeypatch, replace(GEOMETRY, **(changes or {})))
+    warned = logged(monkeypatch, switch.logger, "warning_once")
+    assert make_plans(replace(GEOMETRY, **(changes or {}))) is None
+    (line,) = warned
     assert line.startswith("magicdec-self: FlashInfer unavailable (") and sentence in line
 
 
@@ -303,12 +290,13 @@ def test_kernels_that_do_not_load_go_to_triton(flashinfer_stand_in, monkeypatch,
 
     monkeypatch.setattr(switch, "has_flashinfer", lambda: True)
     monkeypatch.setattr(stand_in.StandInWrapper, part, fail)
-    assert "its kernels do not work: Invalid configuration" in reason_logged(monkeypatch, GEOMETRY)
+    warned = logged(monkeypatch, switch.logger, "warning_once")
+    assert make_plans(GEOMETRY) is None
+    assert "its kernels do not work: Invalid configuration" in warned[0]
 
 
 def test_a_cache_that_flashinfer_cannot_read_goes_to_the_fallback(flashinfer_stand_in, monkeypatch):
-    logged = []
-    monkeypatch.setattr(switch.logger, "warning_once", lambda line, *args: logged.append(line % args))
+    warned = logged(monkeypatch, switch.logger, "warning_once")
     case = small_case()
     # Tokens are 130 elements apart, which is no multiple of 16 bytes.
     cache = torch.nn.functional.pad(filled_cache(KVCacheLayout.LBNHC, case), (0, 2))[..., :-2]
@@ -320,7 +308,7 @@ def test_a_cache_that_flashinfer_cannot_read_goes_to_the_fallback(flashinfer_sta
     installed.plans.reserve(3)
     for _ in range(2):
         case.check(draft(layer, case, cache))
-    (line,) = logged
+    (line,) = warned
     assert "rows are not aligned to 16 bytes" in line and installed.plans is None
 
 

@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What becomes of a round whose drafting fails; tests/engine/ has failures in real engines."""
 
-import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
+import engines
 import numpy as np
 import pytest
 import torch
 from batches import make_batch
+from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_magicdec.adaptive.draft_plan import DraftLists, DraftPlan
-from vllm_magicdec.config import MagicDecSpeculativeConfig
+from vllm_magicdec.adaptive.draft_plan import DraftLists
 from vllm_magicdec.drafting import drafter
 from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.drafting.loops import Staged
@@ -23,10 +21,13 @@ from vllm_magicdec.drafting.pauses import FAILURES_BEFORE_A_PAUSE, FIRST_PAUSE
 from vllm_magicdec.drafting.ports import Cache
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.lookup.history import History
+from vllm_magicdec.plugin import register
 from vllm_magicdec.views.round import Sampled
 from vllm_magicdec.views.windows import SlidingWindow
 
-GAMMA, PAGE = 3, 16
+register()
+
+GAMMA, PAGE = 3, 32
 
 
 class Target:
@@ -57,28 +58,12 @@ def make_drafter(monkeypatch):
     monkeypatch.delenv("VLLM_MAGICDEC_STRICT", raising=False)
 
     def make(target: Target, tensor_parallel_size: int = 1, **fields) -> drafter.Drafter:
-        config = SimpleNamespace(
-            speculative_config=MagicDecSpeculativeConfig(
-                method=METHOD,
-                num_speculative_tokens=GAMMA,
-                draft_kv_budget=128,
-                native_attention=False,  # there are no layers
-                **fields,
-            ),
-            scheduler_config=SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=64),
-            model_config=SimpleNamespace(
-                max_model_len=1024,
-                dtype=torch.float32,
-                get_num_attention_heads=lambda parallel: 1,
-                get_vocab_size=lambda: 100,
-                hf_text_config=SimpleNamespace(model_type="llama"),
-            ),
-            device_config=SimpleNamespace(device_type="cpu"),
-            compilation_config=SimpleNamespace(cudagraph_mode=None),
-            cache_config=SimpleNamespace(block_size=PAGE, cache_dtype="auto"),
-            parallel_config=SimpleNamespace(tensor_parallel_size=tensor_parallel_size),
-            use_v2_model_runner=False,
-        )
+        own = {"num_speculative_tokens": GAMMA, "draft_kv_budget": 128, "native_attention": False}
+        sizes = {"max_model_len": 1024, "max_num_seqs": 2, "max_num_batched_tokens": 64, "block_size": PAGE}
+        spec = {"method": METHOD, **own, **fields}
+        args = EngineArgs(str(engines.MODEL), speculative_config=spec, skip_tokenizer_init=True, **sizes)
+        config = args.create_engine_config()
+        config.parallel_config.tensor_parallel_size = tensor_parallel_size
         cache = FullAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=8, dtype=torch.float32)
         groups = [LayerGroup(("full",), 0, cache, None), LayerGroup(("near",), 0, cache, SlidingWindow(40))]
         return drafter.Drafter(
@@ -95,32 +80,14 @@ def draft(made: drafter.Drafter) -> list[int] | None:
     return None if drafts is None else drafts.tokens[0].tolist()
 
 
-@contextmanager
-def listening() -> Iterator[list[str]]:
-    """Records of vLLM's loggers; `caplog` would contain propagated records twice."""
-    said = []
-    logger = logging.getLogger("vllm")
-    listener = logging.Handler()
-    listener.emit = lambda record: said.append(logging.Formatter().format(record))
-    level = logger.level
-    logger.addHandler(listener)
-    logger.setLevel(logging.INFO)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(listener)
-        logger.setLevel(level)
-
-
 def test_a_failing_draft_is_paused_and_resumes(make_drafter):
     target = Target()
     made = make_drafter(target)
     assert draft(made) == [7] * GAMMA
 
     target.is_broken = True
-    with listening() as said:
-        for _ in range(100):
-            assert draft(made) is None
+    for _ in range(100):
+        assert draft(made) is None
     num_failures = FAILURES_BEFORE_A_PAUSE + 1
     assert target.num_tries == 1 + num_failures
     assert made._failures.totals == {
@@ -129,14 +96,9 @@ def test_a_failing_draft_is_paused_and_resumes(make_drafter):
         "paused_rounds": 100 - num_failures,
     }
     assert components_of(made) == {"draft_step": num_failures}
-    assert "\n".join(said).count("RuntimeError: broken on purpose") == 1
-    assert len(said) == 3, "a trace, and a line for each pause"
-
     target.is_broken = False
-    with listening() as said:
-        drafted = [draft(made) is not None for _ in range(200)]
+    drafted = [draft(made) is not None for _ in range(200)]
     assert drafted[-1] and drafted == sorted(drafted)
-    assert len(said) == 1 and "Drafting works again" in said[0]
 
 
 def test_unfinished_prompts_take_no_pass(make_drafter, monkeypatch):
@@ -179,13 +141,11 @@ def test_unfinished_prompts_do_not_end_a_pause(make_drafter):
     target.is_broken = True
     batch = make_batch(["a"], torch.arange(64, dtype=torch.int32).unsqueeze(0), [500])
     part = replace(batch, is_prefilling=[True])
-    with listening() as said:
-        for _ in range(FAILURES_BEFORE_A_PAUSE):
-            draft(made)
-        for _ in range(3 * FIRST_PAUSE):
-            made.draft(GAMMA, lambda: part)
-        assert draft(made) is None
-    assert not any("works again" in line for line in said)
+    for _ in range(FAILURES_BEFORE_A_PAUSE):
+        draft(made)
+    for _ in range(3 * FIRST_PAUSE):
+        made.draft(GAMMA, lambda: part)
+    assert draft(made) is None
     assert made._failures.totals["draft_pauses"] == 2, "one failure more, and a longer pause"
 
 
@@ -196,12 +156,10 @@ def test_cache_failures_during_a_pause_do_not_extend_it(make_drafter):
         raise RuntimeError("broken on purpose")
 
     made._cache = SimpleNamespace(is_own=True, begin_round=begin_round)
-    with listening() as said:
-        for _ in range(100):
-            assert draft(made) is None
+    for _ in range(100):
+        assert draft(made) is None
     assert made._failures.totals["draft_pauses"] == 2
     assert components_of(made) == {"own_cache": 100}
-    assert len(said) == 3, "a trace, and a line for each pause"
 
 
 def test_unreadable_histories_cost_only_speed(make_drafter):
@@ -215,20 +173,7 @@ def test_unreadable_histories_cost_only_speed(make_drafter):
     assert components_of(made) == {"histories": 1}
     history = History(np.array([1, 2, *[7] * 10, 1], dtype=np.int32), [2])
     assert made.draft(GAMMA, lambda: batch, lambda batch: [history]).tokens == [[7] * GAMMA]
-
-
-def test_a_round_with_lookups_takes_one_pass_where_they_are_right(make_drafter):
-    target = Target()
-    made = make_drafter(target, draft_lookup="on")
-    table = torch.arange(64, dtype=torch.int32).unsqueeze(0)
-    history = History(np.array([1, 2, *[7] * 10, 1], dtype=np.int32), [2])
-    batch = replace(make_batch(["a"], table, [13]), histories=[history])
-    assert made.draft(GAMMA, lambda: batch).tokens == [[7] * GAMMA]
-    assert target.num_tries == 1
-    assert made.draft(DraftPlan(GAMMA, lookups_alone=True), lambda: batch).tokens == [[7] * GAMMA]
-    assert target.num_tries == 1, "no draft step is made where lookups draft alone"
-    target.is_broken = True
-    assert made.draft(GAMMA, lambda: batch) is None
+    assert made._target.num_tries == 1, "the lookup was right"
 
 
 def test_a_tensor_parallel_rank_ends_with_a_failure(make_drafter, monkeypatch):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft model's cache, where the host knows what was accepted and where it knows bounds.
+"""A draft model's cache where the host knows bounds of what was accepted, in simulated engines.
 
-Engines are simulated step by step; tests/engine/ has real ones.
+tests/engine/test_own_caches.py has real ones, also those whose host knows the results.
 """
 
 import random
@@ -44,36 +44,29 @@ class Request:
 class ImaginedEngine:
     """A simulated runner with a draft model; its cache maps slots to token and position.
 
-    The host knows the result of a step (`knows_accepted`, as on the V1 runner), or bounds; if `is_async`,
-    not even that of the step before. `lookup` says which rounds begin with a wide pass.
+    The host knows bounds of a step's result, as on the V2 runner; if `is_async`, not even the result of the
+    step before. `lookup` says which rounds begin with a wide pass.
     """
 
     def __init__(
         self,
         seed: int,
         *,
-        knows_accepted: bool = False,
         is_async: bool = False,
         max_num_tokens: int = 24,
         lookup: str = "off",
     ) -> None:
         self._rng = random.Random(seed)
-        self._knows_accepted, self._is_async = knows_accepted, is_async
+        self._is_async = is_async
         self._all_token_ids = torch.zeros(NUM_ROWS, MODEL_LEN, dtype=torch.int32)
         self._table = 1 + torch.arange(NUM_ROWS * PAGES_OF_ROW, dtype=torch.int32).view(NUM_ROWS, -1)
         self._cache: dict[int, tuple[int, int]] = {}
-        self.read_tokens = self.num_catch_ups = self.most_lacking = self.read_in_view = self.num_skipped = 0
+        self.read_tokens = self.num_catch_ups = self.most_lacking = self.read_in_view = 0
         self._draft_slots = make_slots(PAGE, NUM_ROWS, MAX_DRAFTS, MODEL_LEN)
         self._max_num_tokens = max_num_tokens
-        self.draft = ModelCache(
-            self,
-            [LayerGroup(("draft",), 0, SPEC, None)],
-            max_num_reqs=NUM_ROWS,
-            max_num_tokens=max_num_tokens,
-            max_model_len=MODEL_LEN,
-            knows_accepted=knows_accepted,
-            may_lag=True,
-        )
+        sizes = {"max_num_reqs": NUM_ROWS, "max_num_tokens": max_num_tokens, "max_model_len": MODEL_LEN}
+        groups = [LayerGroup(("draft",), 0, SPEC, None)]
+        self.draft = ModelCache(self, groups, knows_accepted=False, may_lag=True, **sizes)
         self._lookup = lookup
         self.requests = [self._arriving(row) for row in range(NUM_ROWS)]
 
@@ -188,9 +181,8 @@ class ImaginedEngine:
 
     def _draft(self, requests, befores, taken, given, rejected, num_steps) -> None:
         rows = self._rows = torch.tensor([request.row for request in requests])
-        # With bounds, as if all drafts of the previous step had been accepted.
-        kept = taken - rejected if self._knows_accepted else taken
-        known = befores + np.array([request.unknown for request in requests]) + kept
+        # As if all drafts had been accepted.
+        known = befores + np.array([request.unknown for request in requests]) + taken
         prefill_lens = np.array([request.prefill_len for request in requests])
         lens = torch.from_numpy(befores + taken - rejected)
         batch = Batch(
@@ -204,18 +196,13 @@ class ImaginedEngine:
             is_first=known == prefill_lens,
             step=TargetStep(
                 ends=known,
-                num_tokens=kept,
-                num_unsure=np.zeros_like(given) if self._knows_accepted else given,
+                num_tokens=taken,
+                num_unsure=given,
                 has_prompt=befores < prefill_lens,
                 seq_lens=torch.from_numpy(befores + taken),
                 query_starts=torch.from_numpy(np.concatenate([[0], taken.cumsum()])),
             ),
         )
-        is_plain = self._knows_accepted and num_steps == 0 and not batch.step.has_prompt.any()
-        if is_plain and not given.any() and self.draft.skip_plain_step(batch.req_ids, known.tolist()):
-            self.num_skipped += 1
-            self._assert_whole_pages(requests)
-            return
         self.draft.begin_round(batch)
         assert (self.draft._lacking[self.draft._rows] <= known).all()
         if num_steps == 0 or all(batch.is_prefilling):
@@ -270,21 +257,17 @@ class ImaginedEngine:
         return drafts
 
 
-HOSTS = {"bounds": {}, "late bounds": {"is_async": True}, "results": {"knows_accepted": True}}
-
-
 @pytest.mark.parametrize("lookup", ["off", "sometimes", "wide"])
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_every_verified_token_is_cached_before_a_view_shows_it(seed, host, lookup):
+def test_every_verified_token_is_cached_before_a_view_shows_it(seed, is_async, lookup):
     """Through chunks, rejections, plain steps, steps without some requests, preemption and new requests."""
-    engine = ImaginedEngine(seed, lookup=lookup, **HOSTS[host])
+    engine = ImaginedEngine(seed, lookup=lookup, is_async=is_async)
     rng = random.Random(seed)
     for _ in range(60):
         # Often 0, so that plain steps follow on one another.
         engine.step(rng.choice([0, 0, 0, 1, 2, MAX_DRAFTS]), batch_size=rng.choice([1, NUM_ROWS, NUM_ROWS]))
-    assert (engine.num_skipped > 0) == (host == "results")
-    assert engine.most_lacking > 1 or engine.num_skipped  # tokens of plain steps wait
+    assert engine.most_lacking > 1  # tokens of plain steps wait
     assert (engine.num_catch_ups > 0) == (lookup != "wide")
     assert (engine.read_in_view > 0) == (lookup != "off")
 

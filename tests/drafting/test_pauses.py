@@ -12,6 +12,7 @@ from vllm_magicdec.drafting.pauses import (
     GROWTH,
     LONGEST_PAUSE,
     Pauses,
+    logger,
 )
 
 
@@ -54,7 +55,10 @@ def test_occasional_successes_do_not_prevent_pauses(pauses, share_that_works):
     assert len(tried) < 2_000
 
 
-def test_a_fixed_component_is_used_again(pauses):
+def test_a_fixed_component_is_used_again(pauses, monkeypatch):
+    said = []
+    for level in ("exception", "info"):
+        monkeypatch.setattr(logger, level, lambda *args, level=level: said.append(level))
     tried = tries(pauses, 10_000, works=lambda number: number >= 200)
     back = min(number for number in tried if number >= 200)
     assert back < 200 + FIRST_PAUSE * GROWTH**2
@@ -62,3 +66,4 @@ def test_a_fixed_component_is_used_again(pauses):
     # By then it is forgiven: as many failures as at first cause as short a pause.
     assert tries(pauses, FIRST_PAUSE + FAILURES_BEFORE_A_PAUSE)[-1] == FAILURES_BEFORE_A_PAUSE - 1
     assert pauses.is_over()
+    assert said == ["exception", "info"], "one trace, and that it works again"

@@ -27,10 +27,11 @@ from vllm_magicdec.lookup.history import History
 
 
 class RandomLookups:
-    """Any number of any tokens."""
+    """Any number of any tokens; the last answer for every position is remembered."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
+        self._said: dict[tuple[str, int], int] = {}
         self.num_tokens = 0
 
     def follow(self, req_ids, histories) -> None:
@@ -41,23 +42,10 @@ class RandomLookups:
     def look_up(self, req_id, drafted, most, *min_acceptance) -> Continuation:
         tokens = [self._rng.randrange(5) for _ in range(self._rng.randint(0, max(0, most)))]
         self.num_tokens += len(tokens)
+        before = len(drafted)
+        self._said = {key: told for key, told in self._said.items() if key[0] != req_id or key[1] < before}
+        self._said |= {(req_id, before + place): token for place, token in enumerate(tokens)}
         return Continuation(tokens, [0.5] * len(tokens))
-
-
-class KeptLookups(RandomLookups):
-    """Lookups that remember their last answer for every position."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
-        self._said: dict[tuple[str, int], int] = {}
-
-    def look_up(self, req_id, drafted, most, *min_acceptance) -> Continuation:
-        ahead = super().look_up(req_id, drafted, most)
-        self._said = {
-            key: token for key, token in self._said.items() if key[0] != req_id or key[1] < len(drafted)
-        }
-        self._said |= {(req_id, len(drafted) + place): token for place, token in enumerate(ahead.tokens)}
-        return ahead
 
     def predicted(self, req_id: str, place: int, token: int) -> Predicted:
         said = self._said.get((req_id, place))
@@ -93,25 +81,20 @@ class KnownDrafts(RandomLookups):
 
 
 @settings(max_examples=200, deadline=None)
-@given(rounds(), st.integers(0, 100), st.sampled_from([4, 6, 10**6]))
-def test_the_drafts_are_those_of_one_pass_per_token_whatever_was_looked_up(drawn, seed, max_pass_tokens):
+@given(rounds(), st.integers(0, 100), st.sampled_from([4, 6, 10**6]), st.booleans())
+def test_the_drafts_are_those_of_one_pass_per_token_whatever_was_looked_up(
+    drawn, seed, max_pass_tokens, reads_ahead
+):
     expected = drawn.one_by_one()
     lookups = RandomLookups(seed)
-    drafts, target, counted = drawn.staged(lookups, max_pass_tokens)
+    drafts, target, counted = drawn.staged(lookups, max_pass_tokens, reads_ahead)
     assert drafts == expected
-    assert counted["tokens"] == lookups.num_tokens
+    assert counted["tokens"] == (lookups.num_tokens if reads_ahead else 0)
+    assert reads_ahead or {number for lens in target.pass_lens for number in lens} <= {1}
     assert max(map(sum, target.pass_lens), default=0) <= max_pass_tokens
     # A token that was looked up and stood spares a pass of its request.
     assert sum(map(len, target.pass_lens)) == sum(drawn.wanted) - counted["accepted_tokens"]
     assert_only_lookahead_was_written(drawn, target)
-
-
-@settings(max_examples=50, deadline=None)
-@given(rounds(), st.integers(0, 100))
-def test_a_draft_that_cannot_read_ahead_takes_a_token_at_a_time(drawn, seed):
-    drafts, target, counted = drawn.staged(RandomLookups(seed), reads_ahead=False)
-    assert drafts == drawn.one_by_one() and not counted["tokens"]
-    assert {number for lens in target.pass_lens for number in lens} <= {1}
 
 
 @settings(max_examples=100, deadline=None)
@@ -213,8 +196,8 @@ def test_a_source_that_fails_pauses_no_lookups(monkeypatch):
     assert staged._looks_up and staged._lookup_pauses.is_over()
 
 
-def make_staged(drawn: Round, lookups, **others) -> tuple[StagedDrafts, Target]:
-    target = Target([dict(cache) for cache in drawn.cache])
+def make_staged(drawn: Round, lookups, reads_ahead=True, **others) -> tuple[StagedDrafts, Target]:
+    target = Target([dict(cache) for cache in drawn.cache], reads_ahead=reads_ahead)
     sizes = {"max_num_reqs": len(drawn.tables), "max_drafts": drawn.num_steps}
     staged = StagedDrafts(
         target, lookups, LookupCounters(Counts()), max_model_len=drawn.model_len, **sizes, **others
@@ -249,46 +232,37 @@ def test_drafts_below_their_cost_are_neither_sampled_nor_verified(drawn, min_acc
     assert len(target.pass_lens) <= 1 or 2 * running * (1 - min_acceptance) >= min_gain
 
 
-@settings(max_examples=50, deadline=None)
-@given(rounds(), st.floats(0.05, 0.9), st.integers(0, 9))
-def test_no_sampled_draft_is_dropped_for_its_own_chance(drawn, min_acceptance, seed):
-    """Only earlier drafts decide; otherwise verified drafts would not follow the draft's distribution."""
-    lookups = KeptLookups(seed)
-    staged, _ = make_staged(drawn, lookups, is_probabilistic=True)
+@settings(max_examples=150, deadline=None)
+@given(
+    rounds(),
+    st.floats(0.05, 0.9),
+    st.integers(0, 9),
+    st.sampled_from(["greedy", "sampled", "sampled by a plan"]),
+    st.booleans(),
+)
+def test_unlikely_drafts_are_dropped_with_those_after_them(drawn, min_acceptance, seed, how, reads_ahead):
+    """Sampled ones for those before them alone: else they would not follow the draft's distribution."""
+    lookups, by_plan = RandomLookups(seed), how == "sampled by a plan"
+    options = {"reads_ahead": reads_ahead, "is_probabilistic": how != "greedy"}
+    if not by_plan:
+        options["min_acceptance"] = min_acceptance
+    staged, target = make_staged(drawn, lookups, **options)
     chances = {Predicted.NOTHING: 0.9, Predicted.ANOTHER: 0.5, Predicted.THE_SAME: 0.97}
     staged._confidence.chance = lambda evidence: chances[evidence.predicted]
-    drafts = staged.draft(drawn.batch, DraftPlan(drawn.num_steps, min_acceptance), lambda: steps_of(drawn))
-    for req_id, own, all_, wanted in zip(
-        drawn.batch.req_ids, drafts, drawn.one_by_one(), drawn.wanted, strict=True
-    ):
-        number, reached = 0, 1.0
-        while number < wanted and reached >= min_acceptance:
-            reached *= chances[lookups.predicted(req_id, number, all_[number])]
-            number += 1
-        assert own == all_[:number]
-
-
-@settings(max_examples=100, deadline=None)
-@given(rounds(), st.floats(0.05, 0.9), st.integers(0, 9), st.booleans())
-def test_a_fixed_number_of_drafts_drops_unlikely_ones(drawn, min_acceptance, seed, is_probabilistic):
-    """With those after them, and nothing in their place; sampled ones for those before them alone."""
-    lookups = KeptLookups(seed)
-    staged, target = make_staged(
-        drawn, lookups, min_acceptance=min_acceptance, is_probabilistic=is_probabilistic
-    )
-    chances = {Predicted.NOTHING: 0.9, Predicted.ANOTHER: 0.5, Predicted.THE_SAME: 0.97}
-    staged._confidence.chance = lambda evidence: chances[evidence.predicted]
-    drafts = staged.draft(drawn.batch, drawn.num_steps, lambda: steps_of(drawn))
+    plan = DraftPlan(drawn.num_steps, min_acceptance) if by_plan else drawn.num_steps
+    drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn))
     for req_id, own, all_, wanted in zip(
         drawn.batch.req_ids, drafts, drawn.one_by_one(), drawn.wanted, strict=True
     ):
         number, reached = 0, 1.0
         while number < wanted:
             before, reached = reached, reached * chances[lookups.predicted(req_id, number, all_[number])]
-            if (before if is_probabilistic else reached) < min_acceptance:
+            if (reached if how == "greedy" else before) < min_acceptance:
                 break
             number += 1
         assert own == all_[:number]
+    if by_plan:
+        return
     assert not target.unread and drafts.num_checked == [len(own) for own in drafts]
     left_out = sum(staged._counters.totals[name] for name in ("left_out_tokens", "cut_tokens"))
     assert left_out == sum(max(0, n) for n in drawn.wanted) - sum(map(len, drafts))

@@ -2,7 +2,7 @@
 """Passes of all of a round's tokens draft what one pass per token does, as far as they get.
 
 The target draws a token by a hash of all that it sees: see `hashing_target.py`.
-tests/engine/test_device_lookups.py has real models.
+tests/engine/test_device_lookups.py has real models, and the logits that are kept for missing drafts.
 """
 
 from dataclasses import replace
@@ -13,13 +13,11 @@ import torch
 from hashing_target import Target, assert_only_lookahead_was_written, rounds, steps_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import chisquare
 
 from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
 from vllm_magicdec.drafting import wide_passes as module
 from vllm_magicdec.drafting.wide_passes import _DELAY, WidePasses
 from vllm_magicdec.lookup.history import Texts
-from vllm_magicdec.views.round import Round, Sampled
 
 
 class WideTarget(Target):
@@ -80,18 +78,13 @@ class BrokenLookups(RandomLookups):
         return super().fill(given_, made, texts)
 
 
-def force(wide, num_passes: int) -> None:
-    """So many passes in every round."""
-    wide._num_passes = dict.fromkeys(wide._num_passes, num_passes)
-
-
 def wide_passes(target, drawn, lookups, num_passes: int | None = None, **others):
     """By the rule, or `num_passes` in every round."""
     counters = LookupCounters(Counts())
     sizes = {"lengths": [drawn.num_steps], "max_model_len": drawn.model_len}
     wide = WidePasses(target, lookups, counters, **{**sizes, **others})
     if num_passes is not None:
-        force(wide, num_passes)
+        wide._num_passes = dict.fromkeys(wide._num_passes, num_passes)
     return wide, counters
 
 
@@ -213,105 +206,6 @@ def test_lookups_that_fail_leave_the_round_to_passes_of_one_token(monkeypatch):
     wide, _ = wide_passes(WideTarget(drawn), drawn, BrokenLookups(0), 2, is_alone=False)
     with pytest.raises(RuntimeError, match="on purpose"):
         draft_round(wide, drafts, drawn.batch, steps_of(drawn))
-
-
-NUM_SAMPLES, VOCAB = 200_000, 3
-P_VALUE = 1e-4  # a correct build fails with 1 of 10,000 seeds, and the seed is fixed
-
-
-class DrawsWithNoise:
-    """A draft whose distribution is a table by the preceding tokens, sampled with one noise per position.
-
-    Its steps are all of a round; `logits` has what was kept for each, as vLLM's rejection sampler reads it.
-    """
-
-    def __init__(self, table: torch.Tensor, num_steps: int, generator: torch.Generator) -> None:
-        self._table = table  # [num_prefixes, VOCAB] log-probabilities
-        uniform = torch.rand((NUM_SAMPLES, num_steps, VOCAB), generator=generator, dtype=torch.float64)
-        self._noise = -(-uniform.log()).log()
-        self.logits = torch.empty_like(self._noise)
-
-    def max_wide_reqs(self, num_steps: int) -> int:
-        return NUM_SAMPLES
-
-    def run(self, draft_pass):
-        given_ = draft_pass.tokens.view(NUM_SAMPLES, -1)
-        self.logits = self._table[prefixes_of(given_[:, 1:])]
-        return Sampled((self.logits + self._noise).argmax(dim=-1).flatten())
-
-    def texts(self, batch) -> Texts:
-        nothing = torch.zeros(NUM_SAMPLES, dtype=torch.int64)
-        return Texts(torch.zeros((1, 1), dtype=torch.int32), nothing, nothing + 1, 1)
-
-
-def prefixes_of(tokens: torch.Tensor) -> torch.Tensor:
-    """[num_samples, num_tokens + 1] numbers of what was drawn before each token and after the last one."""
-    numbers = [torch.zeros(len(tokens), dtype=torch.int64)]
-    for token in tokens.long().unbind(dim=1):
-        numbers.append(VOCAB * numbers[-1] + 1 + token)
-    return torch.stack(numbers, dim=1)
-
-
-class GuessesFromDrafts:
-    """Guesses depend on the drafts and are rarely right."""
-
-    def fill(self, given_, made, texts):
-        columns = torch.arange(given_.shape[1])
-        last = given_.gather(1, made.unsqueeze(1))
-        is_ahead = columns > made.unsqueeze(1)
-        given_.copy_(torch.where(is_ahead, (last + columns) % VOCAB, given_))
-        return torch.ones(len(given_), dtype=torch.bool)
-
-
-def verified(drafts, draft_logits, table, generator) -> torch.Tensor:
-    """[num_samples, 2] tokens: the first two of each round, by rejection sampling (arXiv 2211.17192)."""
-    rows, outputs = torch.arange(NUM_SAMPLES), []
-    is_running = torch.ones(NUM_SAMPLES, dtype=torch.bool)
-    for place in range(2):
-        before = (
-            torch.stack(outputs, dim=1) if outputs else torch.zeros((NUM_SAMPLES, 0), dtype=torch.int64)
-        )
-        target = table[prefixes_of(before)[:, place]].exp()
-        draft, token = draft_logits[:, place].exp(), drafts[:, place]
-        uniform = torch.rand(NUM_SAMPLES, generator=generator, dtype=torch.float64)
-        stands = is_running & (uniform * draft[rows, token] < target[rows, token])
-        # After a rejection the round is over; what comes then is drawn from the target.
-        weights = torch.where(is_running.unsqueeze(1), (target - draft).clamp(min=0) + 1e-12, target)
-        mended = torch.multinomial(weights, 1, generator=generator).squeeze(1)
-        outputs.append(torch.where(stands, token, mended))
-        is_running = stands
-    return torch.stack(outputs, dim=1)
-
-
-@pytest.mark.parametrize("num_passes", [1, 2, 3])
-@pytest.mark.parametrize("keeps", ["what was drawn from", "what one pass per token draws from"])
-def test_missing_drafts_use_the_kept_distributions(num_passes, keeps):
-    """Output has the target's distribution; and not where a stand-in passes for a draft of its prefix."""
-    generator, num_steps = torch.Generator().manual_seed(11), 3
-    tables = torch.randn((2, 60, VOCAB), generator=generator, dtype=torch.float64).log_softmax(dim=-1)
-    draft, target = tables
-    runner = DrawsWithNoise(draft, num_steps, generator)
-    sizes = {"lengths": [num_steps], "max_model_len": 10}
-    wide = WidePasses(runner, GuessesFromDrafts(), LookupCounters(Counts()), **sizes)
-    force(wide, num_passes)
-    batch = SimpleNamespace(
-        req_ids=range(NUM_SAMPLES),
-        tokens=torch.zeros(NUM_SAMPLES, dtype=torch.int64),
-        known_lens=[1] * NUM_SAMPLES,
-        is_prefilling=[False] * NUM_SAMPLES,
-    )
-    drafts = torch.zeros((NUM_SAMPLES, num_steps), dtype=torch.int64)
-    steps = Round([SimpleNamespace(take=lambda queries: SimpleNamespace(positions=None))])
-    assert draft_round(wide, drafts, batch, steps) == num_passes
-    kept = runner.logits if keeps == "what was drawn from" else draft[prefixes_of(drafts[:, :-1])]
-    outputs = verified(drafts, kept, target, generator)
-    counts = torch.bincount(VOCAB * outputs[:, 0] + outputs[:, 1], minlength=VOCAB**2)
-    first = target[0].exp()
-    second = torch.stack([target[1 + token].exp() for token in range(VOCAB)])
-    expected = (first.unsqueeze(1) * second).flatten() * NUM_SAMPLES
-    is_alike = chisquare(counts.numpy(), expected.numpy()).pvalue > P_VALUE
-    # All drafts of the first two places are there after two passes.
-    assert is_alike == (keeps == "what was drawn from" or num_passes >= 2)
 
 
 def _a_round(is_wanted):

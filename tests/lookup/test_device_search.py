@@ -71,17 +71,6 @@ def test_continuations_follow_the_longest_match(batch):
         assert drafts[index].tolist() == [text[-1], *own, *(nothing if expected is None else expected)]
 
 
-def test_a_placeholder_in_the_text_never_becomes_a_draft():
-    text = [1, 2, VOCAB + 3, 4, 1, 2]
-    token_ids = torch.tensor([text], dtype=torch.int32)
-    drafts = torch.zeros((1, 4), dtype=torch.int32)
-    drafts[0, 0] = text[-1]
-    none = torch.zeros(1, dtype=torch.int64)
-    texts = Texts(token_ids, none, torch.tensor([len(text)]), len(text))
-    DeviceLookups(1, MODEL_LEN, VOCAB, CPU, has_kernels=False).fill(drafts, none, texts)
-    assert drafts[0].tolist() == [2, 0, 4, 1]
-
-
 def test_the_kernels_find_what_torch_does():
     triton_tools.run_interpreted(__file__)
 

@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Continuations of several requests and their probabilities."""
 
-import random
-
 import numpy as np
 import pytest
-from calibrated import chance_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_magicdec.lookup import served as served_answers
-from vllm_magicdec.lookup.calibration import Calibration
 from vllm_magicdec.lookup.context_index import Match
 from vllm_magicdec.lookup.continuation import MIN_ACCEPTANCE
 from vllm_magicdec.lookup.history import History
@@ -62,33 +58,6 @@ def test_a_continuation_ends_where_it_is_unlikely():
         lookups.follow(["a"], [history([*known, 7])])
         lookups.follow(["a"], [history(known)])
     assert len(lookups.look_up("a", [], 8).tokens) < 8
-
-
-@pytest.mark.parametrize("true_chance", [0.15, 0.6, 0.99])
-def test_chances_become_those_seen(true_chance):
-    calibration, rng = Calibration(), random.Random(5)
-    for _ in range(4000):
-        share = rng.choice([0.5, 1.0])
-        calibration.observe(6, share, rng.random() < true_chance * share)
-    assert chance_of(calibration, 6, 1.0) == pytest.approx(true_chance, abs=0.06)
-    assert chance_of(calibration, 6, 0.5) == pytest.approx(true_chance / 2, abs=0.03)
-    untouched = Calibration()
-    assert all(chance_of(calibration, n, 1.0) == chance_of(untouched, n, 1.0) for n in range(2, 6))
-
-
-@given(st.integers(1, 40), st.lists(st.floats(0.01, 1.0), max_size=40), st.sampled_from([0.0, 0.1, 0.5]))
-def test_probabilities_of_a_continuation_are_those_of_its_tokens(length, shares, least):
-    calibration = Calibration()
-    for step in range(100):
-        calibration.observe(step % 40, 0.7, step % 3 > 0)
-    reached, chances = 1.0, []
-    for step, share in enumerate(shares):
-        chance = chance_of(calibration, length + step, share)
-        reached *= chance
-        if reached < least:
-            break
-        chances.append(chance)
-    assert calibration.chances(length, shares, least) == (chances, pytest.approx(sum(np.cumprod(chances))))
 
 
 def test_calibration_learns_from_all_verified_tokens():

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The statistics of benchmarks/lookups.py and confidence.py on known turns."""
+"""The statistics of benchmarks/lookups.py, confidence.py and auto.py on known turns."""
 
-from dataclasses import asdict
+import random
+from statistics import mean
 
+import auto
 import confidence
 import lookups as benchmark
 import pytest
-from common.tables import markdown
 
 PROMPTS = [[0] * 100] * 2
 
@@ -22,15 +23,13 @@ def test_ratios_are_of_turns_of_one_pass_and_counts_of_all_turns():
         "auto-off": [turn(20), turn(20), turn(20)],
         "auto": [turn(30, 0, 0, 50, 50, 25), turn(50, 0, 0, 25, 50, 25), turn(20)],
     }
-    plain, fixed, before, auto = benchmark.rows_of("stdlib", PROMPTS, turns)
-    assert (plain.over_plain, fixed.over_plain, auto.over_plain) == (1.0, 2.0, 2.5)
-    assert (before.over_before, auto.over_before) == (1.0, 1.5)
-    assert (fixed.passes_per_round, auto.passes_per_round) == (2.0, None)
-    assert (fixed.unread_share, auto.unread_share) == (0.0, 0.75)
+    plain, fixed, before, chosen = benchmark.rows_of("stdlib", PROMPTS, turns)
+    assert (plain.over_plain, fixed.over_plain, chosen.over_plain) == (1.0, 2.0, 2.5)
+    assert (before.over_before, chosen.over_before) == (1.0, 1.5)
+    assert (fixed.passes_per_round, chosen.passes_per_round) == (2.0, None)
+    assert (fixed.unread_share, chosen.unread_share) == (0.0, 0.75)
     assert fixed.verified_per_accepted == 200 / 120
     assert (plain.batch, plain.context, plain.verified_per_accepted) == (2, 100, None)
-    record = {"engine": {"model": "m", "dtype": "d"}, "rows": [asdict(row) for row in (plain, fixed, auto)]}
-    assert markdown(benchmark.table_of([record])).count("| 2 | 100 |") == 3
 
 
 def test_calibration_has_as_many_drafts_in_every_group_and_compares_means():
@@ -49,5 +48,14 @@ def test_ratios_of_thresholds_are_to_the_turn_that_verified_all():
     turns = {0.0: [of(10, 4), of(20, 4)], 0.4: [of(15, 2), of(30, 3)]}
     uncut, cut = confidence.rows_of("stdlib", 6000, turns)
     assert (uncut.speed_of_uncut, cut.speed_of_uncut, cut.tokens_of_uncut) == (1.0, 1.5, 0.625)
-    record = {"engine": {"model": "m"}, "rows": [asdict(uncut), asdict(cut)]}
-    assert "| stdlib | 6,000 | 0.4 | 22 | 150 % |" in markdown(confidence.table_of([record]))
+
+
+@pytest.mark.parametrize("count", [7, 20])
+def test_the_interval_contains_the_median_in_90_percent(count):
+    rng = random.Random(0)
+
+    def holds() -> bool:
+        low, high = auto.median_interval([rng.lognormvariate(0, 0.05) for _ in range(count)])
+        return low <= 1.0 <= high
+
+    assert mean(holds() for _ in range(4000)) > 0.9 - 0.015  # 3 standard errors

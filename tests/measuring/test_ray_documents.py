@@ -23,14 +23,8 @@ def read(*paths, field="text"):
 
 
 def row(name, **values):
-    return {
-        "document": name,
-        "text_sha256": "0" * 16,
-        "answer": "a",
-        "error": "",
-        "acceptance_length": 2.0,
-        **values,
-    }
+    answer = {"answer": "a", "error": "", "acceptance_length": 2.0}
+    return {"document": name, "text_sha256": "0" * 16, **answer, **values}
 
 
 def written(folder):
@@ -101,11 +95,6 @@ def test_rows_without_text_are_named_and_none_is_left_out(tmp_path):
     assert read(table, field="other")[0][2], "numbers are no documents"
 
 
-def test_a_missing_path_is_refused(tmp_path):
-    with pytest.raises(SystemExit, match="neither a file nor a folder"):
-        ray_batch.find_files([str(tmp_path / "missing")], "out")
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -121,7 +110,9 @@ def test_invalid_options_are_refused_in_a_sentence(options, says, capsys):
     assert says in capsys.readouterr().err
 
 
-def test_a_torn_file_or_an_empty_folder_is_refused_before_anything_starts(tmp_path):
+def test_a_missing_or_torn_file_or_an_empty_folder_is_refused_before_anything_starts(tmp_path):
+    with pytest.raises(SystemExit, match="neither a file nor a folder"):
+        ray_batch.find_files([str(tmp_path / "missing")], "out")
     parse = ray_batch.make_parser().parse_args
     args = parse([str(tmp_path), "--out", str(tmp_path / "answers")])
     with pytest.raises(SystemExit, match="no files found"):
@@ -146,12 +137,8 @@ def test_answers_are_kept_once_and_a_job_resumes(tmp_path):
             again.add(row(name))
         again.save()
         assert sorted(again.table(texts)["document"].to_pylist()) == list("abcde")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        ".lock",
-        "answers-000000.parquet",
-        "answers-000001.parquet",
-        "job.json",
-    ]
+    left = [".lock", "answers-000000.parquet", "answers-000001.parquet", "job.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
 
 
 def test_another_jobs_answers_are_not_mixed_in(tmp_path):
@@ -174,24 +161,6 @@ def test_a_second_job_at_the_same_time_is_refused_and_touches_nothing(tmp_path):
         assert not later.missing({"a": "0" * 16})
 
 
-def test_documents_come_and_go_between_starts(job, tmp_path):
-    for name in "abc":
-        (tmp_path / "in" / name).write_text(name)
-    assert job()[0] == ["a", "b", "c"]
-    (tmp_path / "in" / "a").unlink()
-    (tmp_path / "in" / "d").write_text("d")
-    asked, said, missing = job()
-    assert (asked, missing) == (["d"], 0)
-    assert "3 documents in 3 files, of which 2 are answered" in said
-    assert "3 of 3 documents after" in said and "all 3 documents" in said
-    for name in "bcd":
-        (tmp_path / "in" / name).unlink()
-    (tmp_path / "in" / "a").write_text("a")
-    asked, said, missing = job()
-    assert (asked, missing) == ([], 0), "its answer is still there"
-    assert "replicas start" not in said and "all 1 documents" in said
-
-
 def test_a_document_with_an_error_has_no_answer_and_is_tried_again(job, tmp_path):
     (tmp_path / "in" / "a").write_text("good")
     (tmp_path / "in" / "b").write_text("bad")
@@ -203,10 +172,8 @@ def test_a_document_with_an_error_has_no_answer_and_is_tried_again(job, tmp_path
     asked, said, missing = job()
     assert (asked, missing) == (["bad"], 0)
     assert "of which 1 are answered" in said and "no answer" not in said
-    assert [(one["answer"], one["error"]) for one in written(tmp_path / "out")] == [
-        ("GOOD", ""),
-        ("BAD", ""),
-    ]
+    answers = [(one["answer"], one["error"]) for one in written(tmp_path / "out")]
+    assert answers == [("GOOD", ""), ("BAD", "")]
 
 
 def test_a_text_is_answered_once_however_its_path_is_typed_and_again_when_it_changes(job, tmp_path):

@@ -37,15 +37,9 @@ def test_ray_scales_as_the_options_say(told):
     assert (scaling.min_replicas, scaling.max_replicas) == (2, 5)
     assert scaling.target_ongoing_requests == 3
     assert (scaling.upscale_delay_s, scaling.downscale_delay_s) == (1.5, 20)
-
-
-def test_without_options_there_is_one_replica(told):
     config = told()
-    scaling = scaling_of(config)
-    assert scaling.min_replicas == scaling.max_replicas == 1
-    assert scaling.target_ongoing_requests == ray_serve.TARGET_REQUESTS
+    assert scaling_of(config).min_replicas == scaling_of(config).max_replicas == 1
     assert config["engine_kwargs"]["speculative_config"]["method"] == "magicdec-self"
-    assert config["log_engine_metrics"]
 
 
 def test_replicas_share_cores_and_memory(told, monkeypatch):

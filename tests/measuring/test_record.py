@@ -65,26 +65,21 @@ def test_pages_show_a_part_of_a_table():
             docs_tables.select(table, docs_tables.Source.parse(f"a.json; {wrong}"))
 
 
-@pytest.fixture
-def folders(tmp_path):
-    for name in ("results", "logs"):
-        (tmp_path / name).mkdir()
-    return tmp_path / "results", tmp_path / "logs"
-
-
 def part(result: str, folder: Path, lines: str) -> all_results.Part:
     script = folder / f"{result}.py"
     script.write_text(f"import pathlib, sys\nout = pathlib.Path(sys.argv[2])\n{lines}\n")
     return all_results.Part(result, str(script), 0, "")
 
 
-def test_measuring_everything_resumes_after_an_interruption(tmp_path, folders):
+def test_measuring_everything_resumes_after_an_interruption(tmp_path):
     parts = (
         part("one.json", tmp_path, "out.write_text('1'); out.with_suffix('.png').write_text('plot')"),
         part("two.json", tmp_path, "out.write_text('half'); sys.exit('not today')"),
         part("three.json", tmp_path, "out.write_text('3')"),
     )
-    results, logs = folders
+    results, logs = tmp_path / "results", tmp_path / "logs"
+    results.mkdir()
+    logs.mkdir()
     outcomes = [outcome for _, outcome, _ in all_results.measure_all(parts, results, logs)]
     assert [outcome.split()[0] for outcome in outcomes] == ["measured", "failed", "measured"]
     assert sorted(path.name for path in results.iterdir()) == ["one.json", "one.png", "three.json"]

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/roofline.py: its arithmetic and its errors, without an engine."""
+"""benchmarks/roofline.py, and the floor of benchmarks/peer.py: arithmetic and errors, without an engine."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
+import peer
 import pytest
 import roofline
 import torch
 
 from vllm_magicdec.planner.hardware import HARDWARE, worker_threads
+from vllm_magicdec.planner.models import MODELS
 from vllm_magicdec.planner.performance import Costs, Deployment, Hardware
 from vllm_magicdec.planner.shapes import ModelShape
 
@@ -18,39 +19,7 @@ RESULTS = Path(roofline.__file__).parent / "results" / "zen-5-avx512_bf16-2-core
 # 2 layers, 2 heads of 8: K/V are 128 bytes per token, attention 128 FLOP per query and token of K/V.
 SHAPE = ModelShape("two-layers", 2, 16, 2, 2, 8, 32, 100)
 DEVICE = Hardware("CPU", 1, 1e9, 1e9, 0, "measured here")
-ONES = Costs(memory_efficiency=1, compute_efficiency=1, layer_overhead_us=0, token_overhead_us=0)
 MACHINE = {"processor": "one", "cores": 2}
-
-
-def test_every_time_of_a_result_is_compared_with_its_pass():
-    record = {
-        "speculative_config": {"num_speculative_tokens": 3, "draft_kv_budget": 500.0},
-        "rows": [
-            {"batch": 4, "context": 2000, "plain_step_ms": 1, "draft_step_ms": 2, "verification_ms": 3},
-            {"batch": 1, "context": 400, "plain_step_ms": 4, "draft_step_ms": 5, "verification_ms": 6},
-        ],
-    }
-    deployment = Deployment(SHAPE, DEVICE, costs=ONES)
-    slow = Deployment(SHAPE, DEVICE, costs=replace(ONES, attention_memory_efficiency=0.5))
-    compared = roofline.compare(record, {"roofline": deployment, "slow": slow})
-    assert [(c.context, c.time, c.measured_ms) for c in compared] == [
-        *((400, "T_T", 4), (400, "T_D", 5), (400, "T_V(3)", 6)),
-        *((2000, "T_T", 1), (2000, "T_D", 2), (2000, "T_V(3)", 3)),
-    ]
-    assert [c.roofline_ms["roofline"] for c in compared] == [
-        deployment.plain_step_ms(1, 400),
-        deployment.draft_step_ms(1, 400, 500),
-        deployment.verify_ms(3, 1, 400),
-        deployment.plain_step_ms(4, 2000),
-        deployment.draft_step_ms(4, 2000, 500),
-        deployment.verify_ms(3, 4, 2000),
-    ]
-    # One query is as long in compute as in memory here, so half the bandwidth is twice the time.
-    slower = compared[3].roofline_ms["slow"] - compared[3].roofline_ms["roofline"]
-    assert slower == pytest.approx(4 * 2000 * 128 / 1e9 * 1e3)
-    record["speculative_config"]["draft_kv_budget"] = 0.25  # a share of the context
-    shared = roofline.compare(record, {"roofline": deployment})
-    assert shared[4].roofline_ms["roofline"] == deployment.draft_step_ms(4, 2000, 500)
 
 
 def test_another_cpu_is_refused_and_a_gpu_has_its_data_sheet(monkeypatch):
@@ -76,6 +45,13 @@ def test_cpus_are_measured_with_the_threads_of_a_worker(monkeypatch):
             assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_the_floor_is_what_a_plain_step_reads():
+    floor = peer.floor_ms(MODELS["qwen3-8b"], 32, 10_000, 4.8e12)
+    kv_ms = 32 * 10_000 * 2 * 36 * 8 * 128 * 2 / 4.8e9
+    weights_ms = 7.57e9 * 2 / 4.8e9  # all but the input embedding
+    assert floor == pytest.approx(kv_ms + weights_ms, rel=0.01)
 
 
 def test_the_committed_result_matches_the_model():

@@ -15,19 +15,10 @@ from transformers import AutoTokenizer
 
 
 def make_run(method: str, speed: float, **fields) -> dict:
-    return {
-        "method": method,
-        "context": 1000,
-        "concurrency": None,
-        "rate": None,
-        "output_throughput": speed,
-        "completed": REQUESTS,
-        "total_output_tokens": REQUESTS * TOKENS,
-        "median_e2el_ms": 1e3 * TOKENS / speed,
-        "p99_e2el_ms": 2e3 * TOKENS / speed,
-        "median_ttft_ms": 30.0,
-        **fields,
-    }
+    load = {"method": method, "context": 1000, "concurrency": None, "rate": None}
+    made = {"completed": REQUESTS, "total_output_tokens": REQUESTS * TOKENS, "output_throughput": speed}
+    latencies = {"median_e2el_ms": 1e3 * TOKENS / speed, "p99_e2el_ms": 2e3 * TOKENS / speed}
+    return {**load, **made, **latencies, "median_ttft_ms": 30.0, **fields}
 
 
 def test_speedup_is_over_the_mean_of_plain_decodings_servers():

@@ -154,30 +154,15 @@ def two_threads():
     torch.set_num_threads(number)
 
 
-def shared_batch(
-    dtype: torch.dtype,
-    *,
-    cache=None,
-    page=32,
-    num_reqs=3,
-    context=700,
-    query_len=5,
-    heads=(8, 2),
-    head_size=64,
-):
+def shared_batch(dtype: torch.dtype, *, cache=None, page=32, query_len=5, head_size=64):
     """Equal requests: query, cache of that or another dtype, block table, lengths."""
     torch.manual_seed(1)
-    num_heads, num_kv_heads = heads
+    num_reqs, context, num_heads, num_kv_heads = 3, 700, 8, 2
     pages = -(-context // page)
     cache = torch.randn(num_reqs * pages, num_kv_heads, page, 2 * head_size).to(cache or dtype)
     table = torch.randperm(num_reqs * pages).view(num_reqs, pages).int()
     query = torch.randn(num_reqs * query_len, num_heads, head_size).to(dtype)
     starts = torch.arange(0, num_reqs * query_len + 1, query_len, dtype=torch.int32)
     lens = torch.full((num_reqs,), context, dtype=torch.int32)
-    return (
-        query,
-        cache,
-        dict(
-            layout="vec", query_starts=starts, block_table=table, context_lens=lens, scale=head_size**-0.5
-        ),
-    )
+    where = dict(query_starts=starts, block_table=table, context_lens=lens)
+    return query, cache, dict(layout="vec", scale=head_size**-0.5, **where)

@@ -17,18 +17,12 @@ PROJECT = Path(__file__).parents[2]
 @pytest.mark.parametrize("compiler", ["/nowhere/c++", "false"])
 def test_without_a_compiler_it_installs_without_the_kernel(compiler, tmp_path):
     folders = ["--build-lib", str(tmp_path / "lib"), "--build-temp", str(tmp_path / "temp")]
-    build = subprocess.run(
-        [sys.executable, "setup.py", "build_ext", *folders],
-        cwd=PROJECT,
-        env={**os.environ, "CXX": compiler},
-        capture_output=True,
-        text=True,
-    )
+    command, env = [sys.executable, "setup.py", "build_ext", *folders], {**os.environ, "CXX": compiler}
+    build = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True)
     assert build.returncode == 0, build.stderr
     assert not list(tmp_path.rglob("*.so"))
-    assert (
-        "building extension" in build.stderr + build.stdout
-    )  # setuptools' warning, which names the reason
+    # setuptools' warning, which names the reason
+    assert "building extension" in build.stderr + build.stdout
 
 
 def test_without_the_kernel_the_reason_is_given(monkeypatch):

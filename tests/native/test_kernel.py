@@ -33,17 +33,9 @@ def test_pages_are_attended_to_as_in_float64(variant, layout, data, threads):
     kernel = kernel_of(variant)
     torch.set_num_threads(threads)
     output = torch.full(batch.query.shape, torch.nan).to(batch.query.dtype)
-    attend_pages(
-        kernel,
-        batch.query,
-        batch.cache,
-        output,
-        layout=layout,
-        query_starts=batch.starts,
-        block_table=batch.block_table,
-        context_lens=torch.tensor(batch.context_lens, dtype=torch.int32),
-        **batch.options,
-    )
+    lens = torch.tensor(batch.context_lens, dtype=torch.int32)
+    where = dict(query_starts=batch.starts, block_table=batch.block_table, context_lens=lens)
+    attend_pages(kernel, batch.query, batch.cache, output, layout=layout, **where, **batch.options)
     window = batch.options.pop("window")
     group = batch.query.shape[1] // batch.keys.shape[2]
     for request, (context, length) in enumerate(zip(batch.context_lens, batch.query_lens, strict=True)):
@@ -72,21 +64,12 @@ def test_a_long_context_is_summed_as_well_as_a_short_one(variant, query_len):
     cache.view(num_blocks, 1, 2, -1)[:, :, 1] = 0.7  # all keys are zero
     query = torch.randn(query_len, 2, head_size)
     output = torch.full_like(query, torch.nan)
-    attend_pages(
-        kernel,
-        query,
-        cache,
-        output,
-        layout="vec",
+    where = dict(
         query_starts=torch.tensor([0, query_len], dtype=torch.int32),
         block_table=torch.arange(num_blocks, dtype=torch.int32).unsqueeze(0),
         context_lens=torch.tensor([context], dtype=torch.int32),
-        scale=head_size**-0.5,
-        soft_cap=0.0,
-        sinks=None,
-        value_scale=1.0,
-        window=0,
     )
+    attend_pages(kernel, query, cache, output, layout="vec", scale=head_size**-0.5, **where)
     value = cache[0, 0, -1, -1].item()
     assert (output.double() - value).abs().max().item() <= (2e-6 + 2e-10 * context) * value
 
@@ -113,62 +96,42 @@ def vllm_reads(layout: str, dtype: torch.dtype) -> bool:
 @pytest.mark.parametrize("page", [32, 64])
 def test_it_agrees_with_vllms_kernel(variant, layout, dtype, fp8, page):
     """The meaning of a window, of a soft cap, of scales and of sinks, and the layout, are vLLM's."""
-    for window in (-1, 1, 33, 500):
-        assert_agrees_with_vllms_kernel(variant, layout, window, dtype, fp8, page)
-
-
-def assert_agrees_with_vllms_kernel(variant, layout, window, dtype, fp8, page):
     kernel = kernel_of(variant)
     current_platform.import_kernels()
     import vllm._custom_ops as ops
 
-    query, cache, where = shared_batch(dtype, cache=fp8, page=page)
-    num_blocks, num_kv_heads, page_size, content = cache.shape
     key_scale, value_scale = (0.7, 1.3) if fp8 else (1.0, 1.0)
     name = {None: "auto", torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}[fp8]
-    ours, theirs = torch.empty_like(query), torch.empty_like(query)
-    sinks = torch.randn(query.shape[1])
-    common = dict(
-        query_start_loc=where["query_starts"],
-        seq_lens=where["context_lens"],
-        causal=True,
-        kv_cache_dtype=name,
-    )
-    plan = ops.cpu_attn_get_scheduler_metadata(
-        num_reqs=len(where["context_lens"]),
-        num_heads=query.shape[1],
-        num_kv_heads=num_kv_heads,
-        head_dim=query.shape[2],
-        dtype=dtype,
-        sliding_window_size=window,
-        isa=layout,
-        enable_kv_split=True,
-        **common,
-    )
-    stored = cache.view(torch.uint8) if fp8 else cache
-    keys, values = stored.view(num_blocks, num_kv_heads, 2 * page_size, content // 2).chunk(2, dim=2)
-    ops.cpu_attention_with_kv_cache(
-        query=query,
-        key_cache=keys,
-        value_cache=values,
-        output=theirs,
-        scale=where["scale"],
-        alibi_slopes=None,
-        sliding_window=window,
-        block_table=where["block_table"],
-        softcap=SOFT_CAP,
-        scheduler_metadata=plan,
-        s_aux=sinks,
-        k_scale=key_scale,
-        v_scale=value_scale,
-        **common,
-    )
-    where |= dict(layout=layout, scale=where["scale"] * key_scale)
-    options = dict(window=window, soft_cap=SOFT_CAP, sinks=sinks, value_scale=value_scale)
-    attend_pages(kernel, query, cache, ours, **options, **where)
     # Of both kernels' errors, of which a capped logit's is the larger one; see `check`.
     tolerance = {torch.float32: 2e-6 + 2e-7 * SOFT_CAP, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
-    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * theirs.abs().max().item())
+    for window in (-1, 1, 33, 500):
+        query, cache, where = shared_batch(dtype, cache=fp8, page=page)
+        num_blocks, num_kv_heads, page_size, content = cache.shape
+        ours, theirs = torch.empty_like(query), torch.empty_like(query)
+        starts, lens, table, scale = (
+            where[key] for key in ("query_starts", "context_lens", "block_table", "scale")
+        )
+        sinks = torch.randn(query.shape[1])
+        common = dict(query_start_loc=starts, seq_lens=lens, causal=True, kv_cache_dtype=name)
+        shape = dict(
+            num_reqs=len(lens), num_heads=query.shape[1], num_kv_heads=num_kv_heads, head_dim=query.shape[2]
+        )
+        plan = ops.cpu_attn_get_scheduler_metadata(
+            dtype=dtype, sliding_window_size=window, isa=layout, enable_kv_split=True, **shape, **common
+        )
+        stored = cache.view(torch.uint8) if fp8 else cache
+        keys, values = stored.view(num_blocks, num_kv_heads, 2 * page_size, content // 2).chunk(2, dim=2)
+        of_layer = dict(scale=scale, softcap=SOFT_CAP, s_aux=sinks, k_scale=key_scale, v_scale=value_scale)
+        of_batch = dict(
+            block_table=table, sliding_window=window, scheduler_metadata=plan, alibi_slopes=None
+        )
+        tensors = dict(query=query, key_cache=keys, value_cache=values, output=theirs)
+        ops.cpu_attention_with_kv_cache(**tensors, **of_layer, **of_batch, **common)
+        where |= dict(layout=layout, scale=scale * key_scale)
+        options = dict(window=window, soft_cap=SOFT_CAP, sinks=sinks, value_scale=value_scale)
+        attend_pages(kernel, query, cache, ours, **options, **where)
+        atol = tolerance * theirs.abs().max().item()
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=atol)
 
 
 @variants_and_layouts

@@ -106,14 +106,10 @@ def test_selected_tokens_are_attended_to_as_in_float64(variant, layout, data, th
             seen = torch.ones_like(seen) if sees_all else seen
             expected.append((part, heads, *truth(batch.query[part, heads], keys, values, seen, **options)))
     output = torch.full(batch.query.shape, torch.nan).to(batch.query.dtype)
+    where = dict(query_starts=batch.starts, slots=slots, slot_lens=torch.tensor(lens, dtype=torch.int32))
+    seen = None if sees_all else is_seen
     kernel.over(batch.cache, layout).attend_slots(
-        batch.query,
-        output,
-        query_starts=batch.starts,
-        slots=slots,
-        slot_lens=torch.tensor(lens, dtype=torch.int32),
-        is_seen=None if sees_all else is_seen,
-        **batch.options,
+        batch.query, output, is_seen=seen, **where, **batch.options
     )
     for part, heads, result, size in expected:
         check(output[part, heads], result, size, batch.options["soft_cap"])

@@ -6,8 +6,8 @@ import random
 import shutil
 import subprocess
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -18,58 +18,38 @@ COMPILER = os.environ.get("CXX", "c++").split()
 pytestmark = pytest.mark.skipif(shutil.which(COMPILER[0]) is None, reason="needs a compiler for C++")
 
 
-@dataclass
-class Shape:
+Blocks = Counter[tuple[int, int, int]]  # request, KV head, number
+
+
+class Shape(NamedTuple):
     threads: int
     num_kv_heads: int
     requests: list[tuple[int, int, int]]  # first block, the first one behind, rows
-    reading: int = 4  # rows that cost what a block's reading does
-
-    def blocks(self) -> Counter:
-        """Each block of each KV head, once."""
-        return Counter(
-            (request, head, block)
-            for request, (first, last, _) in enumerate(self.requests)
-            for head in range(self.num_kv_heads)
-            for block in range(first, last)
-        )
-
-    def cost(self, request: int) -> int:
-        """Of a block."""
-        return self.reading + self.requests[request][2]
+    reading: int  # rows that cost what a block's reading does
 
 
-@pytest.fixture(scope="module")
-def shared_out(tmp_path_factory):
-    """Blocks by thread of each of some shapes, as the kernel's own code shares them out."""
-    program = tmp_path_factory.mktemp("shares") / "shares"
-    source = Path(__file__).with_name("shares.cpp")
+def share_out(shapes: list[Shape], folder: Path) -> list[list[Blocks]]:
+    """Blocks by thread of each shape, as the kernel's own code shares them out."""
+    program, source = folder / "shares", Path(__file__).with_name("shares.cpp")
     subprocess.run([*COMPILER, "-std=c++17", f"-I{FOLDER}", source, "-o", program], check=True)
-
-    def run(shapes: list[Shape]) -> list[list[Counter]]:
-        lines = []
-        for shape in shapes:
-            lines.append(f"{shape.threads} {shape.num_kv_heads} {shape.reading} {len(shape.requests)}")
-            lines += [" ".join(map(str, request)) for request in shape.requests]
-        given = subprocess.run(
-            [program], input="\n".join(lines), capture_output=True, text=True, check=True
-        )
-        shared, parts = [], []
-        for line in given.stdout.splitlines():
-            if line.startswith("end"):
-                threads = int(line.split()[1])
-                shared.append([Counter() for _ in range(threads)])
-                for thread, request, head, first, last in parts:
-                    shared[-1][thread].update((request, head, block) for block in range(first, last))
-                parts = []
-            else:
-                parts.append(tuple(map(int, line.split())))
-        return shared
-
-    return run
+    lines = []
+    for shape in shapes:
+        lines.append(f"{shape.threads} {shape.num_kv_heads} {shape.reading} {len(shape.requests)}")
+        lines += [" ".join(map(str, request)) for request in shape.requests]
+    said = subprocess.run([program], input="\n".join(lines), capture_output=True, text=True, check=True)
+    shared, parts = [], []
+    for line in said.stdout.splitlines():
+        if not line.startswith("end"):
+            parts.append(map(int, line.split()))
+            continue
+        shared.append([Counter() for _ in range(int(line.split()[1]))])
+        for thread, request, head, first, last in parts:
+            shared[-1][thread].update((request, head, block) for block in range(first, last))
+        parts = []
+    return shared
 
 
-def test_blocks_are_partitioned_evenly_among_threads(shared_out):
+def test_blocks_are_partitioned_evenly_among_threads(tmp_path):
     rng = random.Random(1)
 
     def request() -> tuple[int, int, int]:
@@ -85,11 +65,17 @@ def test_blocks_are_partitioned_evenly_among_threads(shared_out):
         )
         for n in range(200)
     ]
-    shared = shared_out(shapes)
+    shared = share_out(shapes, tmp_path)
     assert len(shared) == len(shapes)
     for shape, threads in zip(shapes, shared, strict=True):
         assert len(threads) <= shape.threads
-        assert sum(threads, Counter()) == shape.blocks()
-        costs = [sum(shape.cost(request) * n for (request, _, _), n in own.items()) for own in threads]
-        largest = max((shape.cost(i) for i in range(len(shape.requests))), default=0)
+        assert sum(threads, Counter()) == Counter(
+            (request, head, block)
+            for request, (first, last, _) in enumerate(shape.requests)
+            for head in range(shape.num_kv_heads)
+            for block in range(first, last)
+        )
+        block_costs = [shape.reading + rows for _, _, rows in shape.requests]
+        costs = [sum(block_costs[request] for request, _, _ in own.elements()) for own in threads]
+        largest = max(block_costs, default=0)
         assert max(costs) <= sum(costs) / len(costs) + largest

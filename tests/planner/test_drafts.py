@@ -113,26 +113,3 @@ def test_a_spire_draft_is_known_by_its_configuration():
     target = ModelShape.from_config(config)
     assert not target.is_spire
     assert ModelShape.from_config(draft, name="x") == replace(target.spire_draft(), name="x")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (("--draft", "llama-3.2-1"), "there is no model 'llama-3.2-1'; did you mean 'llama-3.2-1b'?"),
-        (
-            ("--draft", str(TINY_LLAMA), "--tp", "8"),
-            "the draft's 4 attention heads cannot be divided over 8",
-        ),
-        (("--acceptance-length", "3"), "--acceptance-length needs --gamma"),
-        (("--acceptance-length", "6", "--gamma", "4"), "give an --acceptance-length from 1 to 5"),
-        (
-            ("--acceptance-length", "3", "--gamma", "4", "--acceptance", "0.8"),
-            "--acceptance and --acceptance-length exclude each other; use one of them",
-        ),
-    ],
-)
-def test_invalid_options_end_in_one_sentence(arguments, sentence, capsys):
-    assert main(["plan", "--model", "llama-3.1-8b", "--gpu", "H100", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert sentence in error

@@ -112,14 +112,6 @@ def not_parquet(folder: Path) -> list[object]:
     return [folder / "a.parquet"]
 
 
-def records(*some: object):
-    def write(folder: Path) -> list[object]:
-        write_json_lines(folder / "a.jsonl", list(some))
-        return [folder / "a.jsonl"]
-
-    return write
-
-
 def written(text: str, name: str = "a.txt"):
     def write(folder: Path) -> list[object]:
         (folder / name).write_text(text)
@@ -133,10 +125,10 @@ WRONG = {
     "a folder without documents": (lambda folder: [folder], "no file matches .*with --include"),
     "no JSON": (written('{"text": "a"}\nword', "a.jsonl"), "line 2 of .*a.jsonl is no JSON"),
     "JSON without text": (
-        records({"text": "a"}, {"body": "b"}),
+        written('{"text": "a"}\n{"body": "b"}', "a.jsonl"),
         "line 2 of .* has no text 'text'; name the field",
     ),
-    "JSON of another kind": (records(["text"]), "line 1 of .* has no text 'text'"),
+    "JSON of another kind": (written('["text"]', "a.jsonl"), "line 1 of .* has no text 'text'"),
     "no Parquet": (not_parquet, "a.parquet is no Parquet file"),
     "next to no text": (written("a"), "the documents have no two tokens in a row; name other files"),
     "a model without a tokenizer": (

@@ -2,11 +2,9 @@
 """The sweep of `magicdec profile`, on a simulated machine."""
 
 import argparse
-import time
 from types import SimpleNamespace
 
 import pytest
-import torch
 import vllm
 from imagined_engine import BUDGET, MAX_TOKENS, Engine, alike, all_choices
 
@@ -82,16 +80,3 @@ def test_overlapping_steps_are_not_timed():
     llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config, engine_core=core))
     with pytest.raises(ValueError, match="use async_scheduling=False"):
         profile.measure_cell(llm, 1, 64)
-
-
-def test_the_clock_waits_for_the_device(monkeypatch):
-    finished_at = []
-
-    def synchronize() -> None:
-        time.sleep(0.01)
-        finished_at.append(time.perf_counter())
-
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
-    now = profile._synchronized_clock()
-    assert finished_at and now >= finished_at[0]

@@ -16,7 +16,6 @@ from vllm_magicdec.attention.scales import Scales
 from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.policies import find_policy
-from vllm_magicdec.policies.base import Engine
 from vllm_magicdec.views.round import Batch
 
 NUM_REQS, NUM_STEPS, NUM_LAYERS, NUM_KV_HEADS, HEAD_SIZE = 3, 4, 2, 2, 8
@@ -97,19 +96,9 @@ class Target:
 def make_rounds(policy: str, granularity: str | None, device: torch.device) -> Callable[[Batch], None]:
     """What prepares a round of a policy."""
     target = Target(device)
-    engine: Engine = make_engine(
-        PAGE,
-        MODEL_LEN,
-        NUM_STEPS,
-        NUM_BLOCKS,
-        NUM_REQS,
-        num_layers=NUM_LAYERS,
-        num_kv_heads=NUM_KV_HEADS,
-        head_size=HEAD_SIZE,
-        device=device,
-        observe=target.observe,
-        switch_attention=target.switch_attention,
-    )
+    shape = {"num_layers": NUM_LAYERS, "num_kv_heads": NUM_KV_HEADS, "head_size": HEAD_SIZE}
+    hooks = {"observe": target.observe, "switch_attention": target.switch_attention}
+    engine = make_engine(PAGE, MODEL_LEN, NUM_STEPS, NUM_BLOCKS, NUM_REQS, device=device, **shape, **hooks)
     # On a CPU too, as where reading waits for the device.
     engine = replace(engine, limits=replace(engine.limits, device_type="cuda"))
     fields = MagicDecSpeculativeConfig(
@@ -125,36 +114,20 @@ def make_rounds(policy: str, granularity: str | None, device: torch.device) -> C
     return prepare
 
 
-POLICIES = [("streamingllm", None), ("snapkv", "page"), ("snapkv", "token"), ("verify-topk", "page")]
-
-
-def make_decoding_batch(device: torch.device) -> Batch:
-    pages = MODEL_LEN // PAGE
-    block_table = torch.arange(NUM_REQS * pages, dtype=torch.int32, device=device).view(NUM_REQS, -1)
-    batch = make_batch(["a", "b", "c"], block_table, CONTEXT_LENS)
-    lens = batch.context_lens.to(device)
-    return replace(batch, context_lens=lens, observable_lens=lens)
-
-
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("policy", "granularity"), POLICIES)
-def test_a_round_of_decoding_requests_does_not_synchronise(policy, granularity, device):
-    device = torch.device(device)
-    prepare = make_rounds(policy, granularity, device)
-    batch = make_decoding_batch(device)
-    prepare(batch)
-    with no_host_reads(device):
-        prepare(batch)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("num_ending", [1, NUM_REQS])
-@pytest.mark.parametrize(("policy", "granularity"), POLICIES)
-def test_a_round_in_which_prompts_end_does_not_synchronise(policy, granularity, num_ending, device):
+@pytest.mark.parametrize("num_ending", [0, 1, NUM_REQS])
+@pytest.mark.parametrize(
+    ("policy", "granularity"),
+    [("streamingllm", None), ("snapkv", "page"), ("snapkv", "token"), ("verify-topk", "page")],
+)
+def test_a_round_does_not_synchronise_also_where_prompts_end(policy, granularity, num_ending, device):
     """Everybody's step would wait for one request's selection."""
     device = torch.device(device)
     prepare = make_rounds(policy, granularity, device)
-    batch = make_decoding_batch(device)
+    block_table = torch.arange(NUM_REQS * MODEL_LEN // PAGE, dtype=torch.int32, device=device)
+    batch = make_batch(["a", "b", "c"], block_table.view(NUM_REQS, -1), CONTEXT_LENS)
+    lens = batch.context_lens.to(device)
+    batch = replace(batch, context_lens=lens, observable_lens=lens)
     prepare(batch)
     new = [f"new {index}" for index in range(num_ending)]
     with no_host_reads(device):

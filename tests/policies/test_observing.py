@@ -56,20 +56,6 @@ def test_the_error_for_a_fraction_names_the_minimum_budget():
         SnapKV.parse_budget(fields_of(draft_kv_min_budget=64), Limits(32, 8192, 4, "cpu"), 0.1)
 
 
-def test_prompts_shorter_than_the_window_are_not_observed():
-    """Also where the budget holds the whole model, so that nothing is left to select."""
-    observed = []
-    engine = make_engine(
-        128, 256, 4, 2, 1, observe=lambda indices, window, observer: observed.append(indices)
-    )
-    fields = fields_of()
-    views = SnapKV.make_views(fields, engine, SnapKV.parse_budget(fields, engine.limits, 256))
-    batch = make_batch(["a"], torch.tensor([[1, 0]], dtype=torch.int32), [10])
-    steps = list(steps_of_view(views.prepare(replace(batch, is_first=[True]), 4), 4))
-    assert not observed
-    assert [int(step.view.lens[0]) for step in steps] == [11, 12, 13, 14]
-
-
 @pytest.mark.parametrize("granularity", ["token", "page"])
 def test_a_backend_that_splits_pages_changes_no_selection(granularity):
     """FLASHINFER has blocks of 16, 32 or 64 tokens where `--block-size 128` counts in pages of 128."""
@@ -83,16 +69,12 @@ def test_a_backend_that_splits_pages_changes_no_selection(granularity):
 
     def choose(cache: torch.Tensor) -> torch.Tensor:
         rows = KVRows.of(cache, "FLASHINFER")
-        engine = make_engine(
-            page,
-            1024,
-            4,
-            20,
-            1,
-            num_kv_heads=num_kv_heads,
-            head_size=head_size,
-            observe=lambda indices, window, observer: observer(0, queries, rows, Softmax(1.0)),
-        )
+
+        def observe(indices, window, observer):
+            observer(0, queries, rows, Softmax(1.0))
+
+        shape = {"num_kv_heads": num_kv_heads, "head_size": head_size}
+        engine = make_engine(page, 1024, 4, 20, 1, observe=observe, **shape)
         fields = fields_of(draft_kv_granularity=granularity)
         views = SnapKV.make_views(fields, engine, SnapKV.parse_budget(fields, engine.limits, 320))
         batch = replace(make_batch(["a"], block_table, [context_len]), is_first=[True])
@@ -104,76 +86,17 @@ def test_a_backend_that_splits_pages_changes_no_selection(granularity):
     assert torch.equal(choose(split), choose(whole))
 
 
-@pytest.mark.parametrize(("chunk", "is_recorded"), [(200, True), (16, True), (15, False)])
-def test_on_a_cpu_recorded_queries_are_not_recomputed(chunk, is_recorded):
-    """Two prompts end in one pass beside one that does not; one of them may have too short a chunk."""
-    page, num_kv_heads, head_size, num_layers = 32, 2, 8, 2
-    lens, chunks = [700, 900, 400], [1, chunk, 64]
-    rng = torch.Generator().manual_seed(0)
-    block_table = torch.randperm(80, generator=rng)[:75].to(torch.int32).view(3, 25).repeat(1, 2)
-    caches = [
-        torch.randn((80, num_kv_heads, page, 2 * head_size), generator=rng) for _ in range(num_layers)
-    ]
-    rows = [KVRows.of(cache, "FLASHINFER") for cache in caches]
-    starts = torch.tensor([0, *chunks]).cumsum(0)
-    queries = torch.randn((num_layers, sum(chunks), 2 * num_kv_heads, head_size), generator=rng)
-    metadata = SimpleNamespace(
-        max_query_len=max(chunks), query_start_loc=starts.to(torch.int32), seq_lens=torch.tensor(lens)
-    )
-    fields = fields_of(snapkv_window=16)
-    batch = make_batch(list("abc"), block_table, lens)
-    batch = replace(batch, is_prefilling=[True, False, False], is_first=[False, True, True])
-
-    def choose(records: bool) -> tuple[list[int], torch.Tensor]:
-        observed, recorders = [], []
-
-        def observe(indices, window, observer):
-            observed.extend(indices)
-            ends = starts[1:][indices]
-            for layer in range(num_layers):
-                # A window that begins before the chunk takes what lies there: the same in both runs.
-                own = torch.cat([queries[layer, end - window : end] for end in ends])
-                observer(layer, own, rows[layer], Softmax(1.0))
-
-        engine = make_engine(
-            page,
-            1600,
-            4,
-            80,
-            3,
-            num_layers=num_layers,
-            num_kv_heads=num_kv_heads,
-            head_size=head_size,
-            observe=observe,
-            switch_attention=lambda recorder=None, *, layer_pages=False: recorders.append(recorder) or (),
-        )
-        views = SnapKV.make_views(fields, engine, SnapKV.parse_budget(fields, engine.limits, 256))
-        views._selections.begin_round(list("abc"))
-        if records:
-            for layer in range(num_layers):
-                recorders[0].record(layer, queries[layer], Scales(), metadata, rows[layer], Softmax(1.0))
-        list(steps_of_view(views.prepare(batch, 4), 4))
-        return observed, views._selections.positions.sort(-1).values
-
-    unrecorded, expected = choose(False)
-    observed, found = choose(True)
-    assert unrecorded == [1, 2]
-    assert observed == ([] if is_recorded else [1])
-    assert torch.equal(found, expected)
-
-
-def test_queries_of_an_earlier_pass_are_forgotten():
+def test_queries_are_recorded_of_whole_windows_and_of_the_latest_pass():
+    """tests/engine/test_snapkv_selection.py has selections by recorded and by recomputed queries."""
     recorder = WindowRecorder(4, torch.float32)
-    queries = torch.zeros((8, 1, 8))
     cache = KVRows.of(torch.zeros((1, 1, 32, 16)), "FLASHINFER")
-    prefill = SimpleNamespace(
-        max_query_len=8, query_start_loc=torch.tensor([0, 8]), seq_lens=torch.tensor([20])
-    )
-    recorder.record(0, queries, Scales(), prefill, cache, Softmax(1.0))
-    assert recorder.holds(0, 20)
-    assert not recorder.holds(0, 21), "it has got longer"
-    decode = SimpleNamespace(
-        max_query_len=1, query_start_loc=torch.tensor([0, 1]), seq_lens=torch.tensor([20])
-    )
-    recorder.record(0, queries[:1], Scales(), decode, cache, Softmax(1.0))
-    assert not recorder.holds(0, 20)
+
+    def record(num_queries: int) -> None:
+        starts, lens = torch.tensor([0, num_queries]), torch.tensor([20])
+        step = SimpleNamespace(max_query_len=num_queries, query_start_loc=starts, seq_lens=lens)
+        recorder.record(0, torch.zeros((num_queries, 1, 8)), Scales(), step, cache, Softmax(1.0))
+
+    for num_queries, is_recorded in ((8, True), (1, False), (4, True), (3, False)):
+        record(num_queries)
+        assert recorder.holds(0, 20) == is_recorded
+        assert not recorder.holds(0, 21), "it has got longer"

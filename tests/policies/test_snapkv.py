@@ -35,13 +35,8 @@ def test_scores_equal_the_papers_formula(
     keys = rng.normal(size=(num_kv_heads, length + garbage, 8))
     sinks = 3 * rng.normal(size=num_heads) if has_sinks else None
     queries, keys = (torch.from_numpy(values).to(dtype) for values in (queries, keys))
-    fields = SimpleNamespace(
-        draft_kv_refresh=None,
-        snapkv_window=window,
-        snapkv_recent=0,
-        snapkv_kernel=kernel,
-        snapkv_pooling=pooling,
-    )
+    fields = SimpleNamespace(draft_kv_refresh=None, snapkv_window=window, snapkv_recent=0)
+    fields.snapkv_kernel, fields.snapkv_pooling = kernel, pooling
     observation = Observation(
         queries=queries.transpose(0, 1),
         read_keys=lambda: keys,

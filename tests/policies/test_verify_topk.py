@@ -206,55 +206,34 @@ def test_models_whose_keys_have_a_bias_are_known(config, expected):
     assert sizing._has_key_bias(config) == expected
 
 
-def test_requests_that_pad_a_graph_are_ignored():
-    """With `cudagraph_mode` FULL vLLM pads the requests where no token pads the batch."""
-    scene = Scene(4, [120, 90], 16)
-    num_tokens = GAMMA + 1
-    starts = torch.tensor([0, num_tokens, num_tokens], dtype=torch.int32)
-    metadata = SimpleNamespace(query_start_loc=starts, seq_lens=torch.tensor([120, 0], dtype=torch.int32))
-    queries = torch.randn((num_tokens, NUM_KV_HEADS * GROUP, SIZE), generator=scene.rng)
-    rows = KVRows.of(scene.cache[0], "FLASH_ATTN")
-    scene.verification.record(0, queries, Scales(), metadata, rows, Softmax(SCALE))
-    assert torch.equal(scene.verification.queries[0, scene.verification.rows[0]], queries)
-    never = torch.full((num_tokens,), torch.iinfo(torch.int64).max)
-    own = torch.arange(120 - num_tokens, 120)
-    assert torch.equal(scene.verification.positions, torch.stack([own, never]))
-
-
-def test_quantised_queries_are_scaled_by_head():
-    scene = Scene(6, [120, 90], 16)
-    num_queries, dtype = GAMMA + 1, torch.float8_e4m3fn
-    lens = [500, 300]
-    starts = torch.tensor([0, *lens], dtype=torch.int32).cumsum(0).int()
-    metadata = SimpleNamespace(query_start_loc=starts, seq_lens=torch.tensor(lens, dtype=torch.int32))
-    shape = (sum(lens), NUM_KV_HEADS * GROUP, SIZE)
-    queries = torch.randn(shape, generator=scene.rng).to(dtype)
-    by_head = torch.linspace(0.1, 0.7, NUM_KV_HEADS * GROUP)
-    rows = KVRows.of(scene.cache[0], "FLASH_ATTN")
-    scales = Scales(query_factors=by_head.unsqueeze(1))
-    scene.verification.record(0, queries, scales, metadata, rows, Softmax(SCALE))
-    for request, end in enumerate(starts[1:].tolist()):
-        for index, row in enumerate(range(end - num_queries, end)):
-            for head, factor in enumerate(by_head):
-                meant = queries[row, head].float() * factor
-                stored = scene.verification.rows[request, index]
-                assert torch.equal(scene.verification.queries[0, stored, head], meant)
-
-
 @settings(deadline=None)
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 3), st.integers(0, 2**31))
-def test_queries_are_stored_without_gaps(lens, num_padding, seed):
-    """A pass may have more requests than whole verifications would fit: `auto` verifies fewer drafts."""
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    st.integers(0, 3),
+    st.integers(0, 2**31),
+    st.booleans(),
+)
+def test_queries_are_stored_without_gaps(lens, num_padding, seed, are_quantised):
+    """A pass may have more requests than whole verifications would fit: `auto` verifies fewer drafts.
+
+    With `cudagraph_mode` FULL vLLM pads the requests where no token pads the batch. Quantised queries are
+    scaled by head.
+    """
     rng = torch.Generator().manual_seed(seed)
     num_tokens, num_queries = sum(lens), GAMMA + 1
-    engine = make_engine(PAGE, MODEL_LEN, GAMMA, NUM_BLOCKS, len(lens) + num_padding, head_size=SIZE)
+    heads = {**HEADS, "group": GROUP}
+    engine = make_engine(PAGE, MODEL_LEN, GAMMA, NUM_BLOCKS, len(lens) + num_padding, **heads)
     recorder = Verification(replace(engine, max_batched_tokens=num_tokens))
     assert recorder.queries.shape[1] == min(engine.max_num_reqs * num_queries, num_tokens)
     starts = torch.tensor([0, *lens, *[0] * num_padding], dtype=torch.int32).cumsum(0).int()
     seq_lens = torch.tensor([50 + n for n in lens] + [0] * num_padding, dtype=torch.int32)
     metadata = SimpleNamespace(query_start_loc=starts, seq_lens=seq_lens)
-    queries = torch.randn((num_tokens, 1, SIZE), generator=rng)
-    recorder.record(0, queries, Scales(), metadata, None, Softmax(SCALE))
+    queries, scales = torch.randn((num_tokens, NUM_KV_HEADS * GROUP, SIZE), generator=rng), Scales()
+    if are_quantised:
+        by_head = torch.linspace(0.1, 0.7, NUM_KV_HEADS * GROUP).unsqueeze(1)
+        stored, scales = queries.to(torch.float8_e4m3fn), Scales(query_factors=by_head)
+        queries = stored.float() * by_head
+    recorder.record(0, stored if are_quantised else queries, scales, metadata, None, Softmax(SCALE))
     never = torch.iinfo(torch.int64).max
     for request, (number, end) in enumerate(zip(lens, starts[1:].tolist(), strict=False)):
         kept = min(number, num_queries)

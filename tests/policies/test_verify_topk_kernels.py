@@ -230,20 +230,6 @@ def test_pages_in_the_interpreter():
     triton_tools.run_interpreted(__file__)
 
 
-def test_a_layer_without_sinks_gets_one_without_weight():
-    """In a model whose other layers have some, in float16."""
-    pytest.importorskip("triton")
-    from vllm_magicdec.policies import verify_topk_kernels
-
-    rows = KVRows.of(torch.zeros(1, 2, 16, 32, dtype=torch.float16), "FLASH_ATTN")
-    own = torch.tensor([0.5, -3.0, 70.0, -65504.0]).half()
-    layers = {0: (rows, Softmax(1.0, sinks=own)), 1: (rows, Softmax(1.0))}
-    with_sinks, without = verify_topk_kernels.LayerTable(layers).sinks
-    assert torch.equal(with_sinks, own.float())
-    lowest_logit = torch.tensor(-1e37)
-    assert (torch.exp(without - lowest_logit) == 0).all() and without.isfinite().all()
-
-
 TYPES = dict(min_keys="*bf16", max_keys="*bf16", logits="*u8", peaks="*fp32", sums="*fp32", factors="*fp32")
 TYPES |= dict(context_lens="*i64", positions="*i64", sinks="*fp32", scores="*fp32", scales="*fp32")
 COMPILED = [
@@ -258,13 +244,8 @@ COMPILED = [
     *(
         (
             "_logits_kernel",
-            dict(
-                min_keys=f"*{keys}",
-                max_keys=f"*{keys}",
-                queries="*bf16",
-                query_rows="*i64",
-                block_table="*i32",
-            ),
+            dict(min_keys=f"*{keys}", max_keys=f"*{keys}", queries="*bf16")
+            | dict(query_rows="*i64", block_table="*i32"),
             dict(NUM_QUERIES=17, NUM_ROWS=68, BLOCK_ROWS=16, HEAD_SIZE=size, HEAD_PADDED=size, SPLIT=split)
             | dict(GROUP=4, PAGE_SIZE=16, STEPS=8),
         )

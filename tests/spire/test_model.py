@@ -83,16 +83,6 @@ def test_training_and_serving_match_the_equations(
 
 
 @torch.no_grad()
-def test_activations_are_the_residual_stream_of_the_target(target, read):
-    tokens, activations = read
-    hidden = target.model.model(tokens, output_hidden_states=True)
-    for index, layer in enumerate((2, 3)):
-        assert torch.equal(activations[:, :, index], hidden.hidden_states[layer])
-    normed = target.model.model.norm(activations[:, :, 2])
-    assert torch.equal(normed, hidden.last_hidden_state)
-
-
-@torch.no_grad()
 def test_a_draft_of_all_layers_over_everything_is_its_target(target, read):
     """Without feedback memory, and with the embedding as a verified token's first activation."""
     tokens, _ = read

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from batches import NoSelector, make_batch, make_selections, make_slots, steps_of_view
+from batches import NoSelector, make_batch, make_selections, make_slots
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import selection_in_view, slot_of, token_positions
@@ -26,6 +26,11 @@ CPU = torch.device("cpu")
 NUM_LAYERS, NUM_KV_HEADS = 2, 3
 
 
+def make_budget(**fields) -> TokenBudget:
+    usual = dict(min_budget=256, sink=16, window=32, num_speculative_tokens=4, max_model_len=4096)
+    return TokenBudget.from_fields(**{**usual, **fields})
+
+
 @st.composite
 def rounds(draw):
     page_size = draw(st.sampled_from([1, 4, 16]))
@@ -35,15 +40,8 @@ def rounds(draw):
     window = draw(st.integers(1, 12))
     recent = draw(st.sampled_from([0.0, 0.375]))
     least = min(sink + max(window, num_steps) + 1, model_len)
-    budget = TokenBudget.from_fields(
-        budget=draw(st.integers(least, model_len)),
-        min_budget=256,
-        sink=sink,
-        window=window,
-        recent=recent,
-        num_speculative_tokens=num_steps,
-        max_model_len=model_len,
-    )
+    sizes = {"budget": draw(st.integers(least, model_len)), "recent": recent, "max_model_len": model_len}
+    budget = make_budget(sink=sink, window=window, num_speculative_tokens=num_steps, **sizes)
     requests = []
     for _ in range(draw(st.integers(1, 4))):
         context_len = draw(st.integers(1, model_len))
@@ -79,7 +77,10 @@ def test_every_step_sees_selection_sinks_and_recent_tokens_also_in_a_pass(case, 
     slots = make_slots(page_size, num_reqs + 1, num_steps, model_len)
     views = TokenViews(selections, NoSelector(), budget, slots)
     batch = make_batch(req_ids, block_table, [context_len for context_len, _ in requests])
-    steps = views.prepare(batch, num_steps)
+    # Of what the host knows, all drafts of the last two rounds may have been rejected.
+    rejected = data.draw(st.integers(0, 2 * num_steps))
+    known_lens = [min(context_len + rejected, model_len) for context_len, _ in requests]
+    steps = views.prepare(replace(batch, known_lens=known_lens), num_steps)
     passes = [
         seen_in_a_pass(steps, queries, batch, page_size)
         for queries in data.draw(st.lists(passes_within(model_len, num_steps, requests), max_size=3))
@@ -97,21 +98,13 @@ def test_every_step_sees_selection_sinks_and_recent_tokens_also_in_a_pass(case, 
             for layer in range(NUM_LAYERS):
                 for head in range(NUM_KV_HEADS):
                     end = max(0, selected_at - budget.num_recent)
+                    common = dict(context_len=context_len, sink=budget.num_sinks, model_len=model_len)
+                    common["budget"] = budget.max_tokens
+                    own_chosen = selection_in_view(
+                        chosen[index, layer, head], window=budget.num_recent, **common
+                    )
                     expected = token_positions(
-                        chosen=selection_in_view(
-                            chosen[index, layer, head],
-                            context_len=context_len,
-                            sink=budget.num_sinks,
-                            budget=budget.max_tokens,
-                            window=budget.num_recent,
-                            model_len=model_len,
-                        ),
-                        chosen_until=end,
-                        context_len=context_len,
-                        step=step_index,
-                        sink=budget.num_sinks,
-                        budget=budget.max_tokens,
-                        model_len=model_len,
+                        chosen=own_chosen, chosen_until=end, step=step_index, **common
                     )
                     seen = step.view.slots[layer, index, head, :length].tolist()
                     slots_seen = sorted(slot_of(p, own, page_size) for p in expected)
@@ -243,24 +236,6 @@ def seen_in_a_pass(
     return seen
 
 
-@pytest.mark.parametrize("num_missing", range(10))
-def test_a_common_length_is_the_length_of_every_view(num_missing):
-    """Of what the host knows, all drafts of the last two rounds may have been rejected."""
-    budget, num_steps = TokenBudget(1, 4, 64, 64, num_recent=16), 4
-    selections = make_selections(1, 1, 1, budget.max_selected)
-    selections.begin_round(["a"])
-    slots = make_slots(16, 1, num_steps, 128)
-    views = TokenViews(selections, NoSelector(), budget, slots, plans=())
-    block_table = torch.arange(8, dtype=torch.int32).unsqueeze(0)
-    batch = replace(make_batch(["a"], block_table, [64 - num_missing]), known_lens=[72 - num_missing])
-    for step in steps_of_view(views.prepare(batch, num_steps), num_steps):
-        assert step.view.common_len in (None, int(step.view.lens[0]))
-    full = replace(batch, context_lens=torch.tensor([80]), known_lens=[80])
-    assert [step.view.common_len for step in steps_of_view(views.prepare(full, num_steps), num_steps)] == [
-        64
-    ] * num_steps
-
-
 def test_rows_of_finished_requests_are_reused():
     rows = RequestRows(3, CPU)
     first = rows.add(["a", "b", "c"])
@@ -282,9 +257,7 @@ def test_rows_of_finished_requests_are_reused():
 )
 def test_errors_for_small_budgets_name_a_valid_one(budget, sentence):
     with pytest.raises(ValueError, match=sentence):
-        TokenBudget.from_fields(
-            budget=budget, min_budget=40, sink=16, window=32, num_speculative_tokens=4, max_model_len=4096
-        )
+        make_budget(budget=budget, min_budget=40)
 
 
 @pytest.mark.parametrize(
@@ -296,14 +269,6 @@ def test_errors_for_small_budgets_name_a_valid_one(budget, sentence):
     ],
 )
 def test_recent_tokens_are_a_number_or_a_share_of_the_budget(tokens, recent, window):
-    budget = TokenBudget.from_fields(
-        budget=tokens,
-        min_budget=256,
-        sink=16,
-        window=32,
-        recent=recent,
-        num_speculative_tokens=4,
-        max_model_len=4096,
-    )
+    budget = make_budget(budget=tokens, recent=recent)
     assert budget.num_recent == window
     assert budget.max_selected == tokens - 16 - window

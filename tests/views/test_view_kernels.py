@@ -43,13 +43,7 @@ def main() -> None:
     assert set(calls) == set(names)
 
 
-POINTERS = {
-    "context_lens": "*i64",
-    "block_table": "*i32",
-    "positions": "*i64",
-    "slots": "*i64",
-    "lens": "*i32",
-}
+POINTERS = dict(context_lens="*i64", block_table="*i32", positions="*i64", slots="*i64", lens="*i32")
 OF_SELECTIONS = {"rows": "*i64", "selected": "*i32", "num_selected": "*i64", "ends": "*i64"}
 
 

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engine configurations as on a CUDA device, created by vLLM's own code."""
 
+import engines
 import pytest
 from small_models import write_llama
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu import cudagraph_utils
+
+from vllm_magicdec.errors import METHOD
+from vllm_magicdec.plugin import register
 
 
 @pytest.fixture
@@ -23,6 +27,19 @@ def configure(tmp_path, monkeypatch):
         return EngineArgs(
             model=str(tmp_path), speculative_config=speculative_config, **arguments
         ).create_engine_config()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def configure_tiny():
+    """Returns a function that configures an engine of the shipped model on the CPU."""
+    register()
+
+    def make(**speculative):
+        engine = {"skip_tokenizer_init": True, "max_model_len": 2048, "block_size": 32}
+        spec = {"method": METHOD, "num_speculative_tokens": 2, **speculative}
+        return EngineArgs(str(engines.MODEL), speculative_config=spec, **engine).create_engine_config()
 
     return make
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mapping of tokens to LoRA adapters in draft passes; tests/engine/ has real adapters."""
+"""LoRA adapters in graphs of draft passes; tests/engine/test_lora.py has real adapters in passes."""
 
 from types import SimpleNamespace
 
@@ -7,40 +7,6 @@ import numpy as np
 import pytest
 
 from vllm_magicdec.vllm_api.adapters import Adapters
-
-
-class Manager:
-    """A stand-in for vLLM's LoRA manager."""
-
-    def __init__(self):
-        self.mappings, self.active = [], []
-
-    def activate_adapter(self, lora_id):
-        self.active.append(lora_id)
-
-    def set_adapter_mapping(self, mapping):
-        self.mappings.append((mapping.index_mapping, mapping.prompt_mapping))
-
-
-@pytest.fixture
-def manager():
-    return Manager()
-
-
-@pytest.fixture
-def adapters(manager):
-    return Adapters(SimpleNamespace(lora_manager=manager), SimpleNamespace(max_loras=2))
-
-
-def test_every_request_drafts_with_its_adapter(adapters, manager):
-    adapters.take(np.array([0, 7, 7, 3], dtype=np.int32))
-    assert adapters.num_active == 3  # "none" counts, too
-    adapters.apply(np.arange(4))
-    adapters.apply([1, 3], num_tokens=2)
-    assert manager.mappings == [((0, 7, 7, 3), (0, 7, 7, 3)), ((7, 7, 3, 3), (7, 3))]
-    adapters.take(np.zeros(2, dtype=np.int32))
-    assert adapters.num_active == 0
-    assert manager.active == []
 
 
 @pytest.mark.parametrize(
@@ -53,7 +19,12 @@ def test_every_request_drafts_with_its_adapter(adapters, manager):
         (3, 1, (1,)),  # without any adapter, vLLM's kernels would be missing from the graph
     ],
 )
-def test_a_graph_is_captured_with_its_number_of_adapters(adapters, manager, num_active, num_reqs, ids):
+def test_a_graph_is_captured_with_its_number_of_adapters(num_active, num_reqs, ids):
+    mappings, active = [], []
+    manager = SimpleNamespace(activate_adapter=active.append, set_adapter_mapping=mappings.append)
+    adapters = Adapters(SimpleNamespace(lora_manager=manager), SimpleNamespace(max_loras=2))
     adapters.apply_dummies(num_active, num_reqs)
-    assert manager.mappings == [(ids, ids)]
-    assert manager.active == list(range(1, min(num_active, 2) + 1))
+    assert [(one.index_mapping, one.prompt_mapping) for one in mappings] == [(ids, ids)]
+    assert active == list(range(1, min(num_active, 2) + 1))
+    adapters.take(np.array([0, 7, 7, 3]))
+    assert adapters.num_active == 3  # "none" counts, too

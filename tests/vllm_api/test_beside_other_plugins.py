@@ -10,13 +10,9 @@ from types import SimpleNamespace
 
 import engines
 import pytest
-from vllm.engine.arg_utils import EngineArgs
 
-from vllm_magicdec.errors import METHOD, MagicDecConfigError
-from vllm_magicdec.plugin import register
+from vllm_magicdec.errors import MagicDecConfigError
 from vllm_magicdec.vllm_api import hooks
-
-register()
 
 OTHER = """
 import contextlib
@@ -77,15 +73,10 @@ print(type(ngram.speculative_config).__name__, sorted(set(seen)))
 
 @pytest.mark.parametrize("order", ["first", "second"])
 def test_both_plugins_work_in_either_order(order):
-    child = subprocess.run(
-        [sys.executable, "-c", OTHER, order],
-        cwd=engines.HERE.parent,
-        env=engines.environment(VLLM_PLUGINS="", VLLM_LOGGING_LEVEL="ERROR"),
-        capture_output=True,
-        text=True,
-        timeout=engines.TIME_LIMIT_S,
-        check=False,
-    )
+    env = engines.environment(VLLM_PLUGINS="", VLLM_LOGGING_LEVEL="ERROR")
+    options = {"capture_output": True, "text": True, "timeout": engines.TIME_LIMIT_S}
+    command = [sys.executable, "-c", OTHER, order]
+    child = subprocess.run(command, cwd=engines.HERE.parent, env=env, **options)
     assert child.returncode == 0, child.stderr[-3000:]
     assert child.stdout.splitlines()[-3:] == [
         "reason None",
@@ -97,13 +88,11 @@ def test_both_plugins_work_in_either_order(order):
 @pytest.mark.parametrize(
     ("name", "attribute"), [("initialize_kv_cache_tensors", "drafter"), ("load_model", "speculator")]
 )
-def test_a_drafter_of_another_plugin_is_refused(name, attribute):
+def test_a_drafter_of_another_plugin_is_refused(configure_tiny, name, attribute):
     (hook,) = (hook for hook in hooks.HOOKS if hook.owner == "GPUModelRunner" and hook.name == name)
     loaded = []
     wrapped = hook.wrap(object, lambda *args: loaded.append(args))
-    fields = {"method": METHOD, "num_speculative_tokens": 3, "draft_kv_budget": 128}
-    args = EngineArgs(str(engines.HERE.parent / "examples" / "tiny-llama"), speculative_config=fields)
-    runner = SimpleNamespace(vllm_config=args.create_engine_config(), **{attribute: SimpleNamespace()})
+    runner = SimpleNamespace(vllm_config=configure_tiny(), **{attribute: SimpleNamespace()})
     with pytest.raises(MagicDecConfigError, match=r"makes the drafter \(types.SimpleNamespace\)"):
         wrapped(runner, None)
     assert not loaded

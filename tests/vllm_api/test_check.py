@@ -84,9 +84,8 @@ def test_plugin_that_vllm_does_not_load_is_a_problem(report, monkeypatch):
 def test_cuda_checks_gpu_libraries(report, monkeypatch):
     gpu = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True, device_type="cuda")
     monkeypatch.setattr(platforms, "current_platform", gpu, raising=False)
-    monkeypatch.setattr(check, "find_hooks", lambda: "they fit")
-    monkeypatch.setattr(check, "find_modules", lambda: "all")
-    monkeypatch.setattr(check, "find_runner", lambda: "V2 runner")
+    for found in ("hooks", "modules", "runner"):
+        monkeypatch.setattr(check, f"find_{found}", lambda: "fits")
     monkeypatch.setattr(check.shutil, "which", lambda name: None)
     status, lines = report()
     assert status == 1

@@ -145,15 +145,13 @@ def test_dummy_steps_allocate_no_more_than_one_layer_of_a_view():
         lambda lens: PageView(lens, tables[0, :num_reqs], 8 * width),
     ]
     step = SimpleNamespace(capture_view=lambda index, num_reqs, lens, common_len: views[index](lens))
+    where = {
+        "num_blocks": num_blocks,
+        "page_sizes": [page_size] * len(views),
+        "device": torch.device("cpu"),
+    }
     with SmallTensors(slots[0].nbytes):
-        made = dummy_step(
-            step,
-            num_reqs,
-            num_blocks=num_blocks,
-            page_sizes=[page_size] * len(views),
-            common_lens=(None, width),
-            device=torch.device("cpu"),
-        )
+        made = dummy_step(step, num_reqs, common_lens=(None, width), **where)
     of_tokens, of_layers, of_pages = (part.view for part in made.parts)
     assert of_tokens.common_len == width and of_tokens.lens.tolist() == [width] * num_reqs
     assert of_layers.lens.tolist() == of_pages.lens.tolist() == [8 * width] * num_reqs

@@ -4,30 +4,22 @@
 import pickle
 from types import SimpleNamespace
 
-import engines
 import pytest
 from test_counts import Late, step_output
-from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, DraftTokenIds
 
 from vllm_magicdec.adaptive.draft_plan import DraftLists
 from vllm_magicdec.adaptive.metrics import Counts, counts_of
-from vllm_magicdec.errors import METHOD
-from vllm_magicdec.plugin import register
 from vllm_magicdec.vllm_api.counts import pass_on
 from vllm_magicdec.vllm_api.hooks import HOOKS
 
-register()
 ASKED = DraftTokenIds(["a"], [[5]])
-TINY_LLAMA = str(engines.HERE.parent / "examples" / "tiny-llama")
 
 
 @pytest.fixture
-def config():
-    spec = {"method": METHOD, "num_speculative_tokens": 2}
-    engine = {"skip_tokenizer_init": True, "max_model_len": 512, "block_size": 32}
-    return EngineArgs(model=TINY_LLAMA, speculative_config=spec, **engine).create_engine_config()
+def config(configure_tiny):
+    return configure_tiny()
 
 
 def wrapped(module, name, original):
@@ -92,24 +84,23 @@ def test_drafts_come_with_the_output_and_no_worker_is_asked(config, runner, outp
     assert got.draft_token_ids.num_passes == 1, "what the controller learns from"
 
 
-def test_after_a_step_without_drafts_no_worker_is_asked(config):
-    assert given_after_a_step(config, step_output(), None) == ([], False)
+LATER = DraftTokenIds(["a"], [[3, 4]])
 
 
-def test_the_shared_empty_output_carries_nothing(config):
-    given, was_asked = given_after_a_step(config, EMPTY_MODEL_RUNNER_OUTPUT, ASKED)
-    assert given == [ASKED] and was_asked
+@pytest.mark.parametrize(
+    ("where", "field", "value", "output", "drafts", "expected"),
+    [
+        # After a step without drafts no worker is asked.
+        ("cache_config", "block_size", 32, step_output(), None, ([], False)),
+        # The shared empty output carries nothing.
+        ("cache_config", "block_size", 32, EMPTY_MODEL_RUNNER_OUTPUT, ASKED, ([ASKED], True)),
+        # On a device, in a pipeline and asynchronously drafts come later.
+        ("device_config", "device_type", "cuda", step_output(), LATER, ([ASKED], True)),
+        ("parallel_config", "pipeline_parallel_size", 2, step_output(), LATER, ([ASKED], True)),
+        ("scheduler_config", "async_scheduling", True, step_output(), LATER, ([], False)),
+    ],
+)
+def test_other_drafts_are_asked_for_as_vllm_does(config, where, field, value, output, drafts, expected):
+    setattr(getattr(config, where), field, value)
+    assert given_after_a_step(config, output, drafts) == expected
     assert not any("magicdec" in name for name in vars(EMPTY_MODEL_RUNNER_OUTPUT))
-
-
-@pytest.mark.parametrize("where", ["on a device", "in a pipeline", "asynchronously"])
-def test_vllm_requests_drafts_that_come_later(config, where):
-    if where == "on a device":
-        config.device_config.device_type = "cuda"
-    elif where == "in a pipeline":
-        config.parallel_config.pipeline_parallel_size = 2
-    else:
-        config.scheduler_config.async_scheduling = True
-    drafts = DraftTokenIds(["a"], [[3, 4]])
-    expected = ([], False) if where == "asynchronously" else ([ASKED], True)
-    assert given_after_a_step(config, step_output(), drafts) == expected

@@ -34,26 +34,16 @@ POLICIES = [
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
-    return write_llama(
-        tmp_path_factory.mktemp("model"),
-        hidden_size=NUM_HEADS * HEAD_SIZE,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=NUM_HEADS,
-        num_key_value_heads=NUM_KV_HEADS,
-    )
+    heads = {"num_attention_heads": NUM_HEADS, "num_key_value_heads": NUM_KV_HEADS}
+    sizes = {"hidden_size": NUM_HEADS * HEAD_SIZE, "num_hidden_layers": NUM_LAYERS}
+    return write_llama(tmp_path_factory.mktemp("model"), **sizes, **heads)
 
 
 def configure(model_dir, speculative_config=None, kv_cache_dtype="auto"):
-    config = EngineArgs(
-        model=model_dir,
-        speculative_config=speculative_config,
-        skip_tokenizer_init=True,
-        max_model_len=4096,
-        block_size=PAGE,
-        max_num_seqs=64,
-        dtype="bfloat16",
-        kv_cache_dtype=kv_cache_dtype,
-    ).create_engine_config()
+    dtypes = {"dtype": "bfloat16", "kv_cache_dtype": kv_cache_dtype}
+    sizes = {"max_model_len": 4096, "block_size": PAGE, "max_num_seqs": 64, "skip_tokenizer_init": True}
+    args = EngineArgs(model=model_dir, speculative_config=speculative_config, **sizes, **dtypes)
+    config = args.create_engine_config()
     config.cache_config.kv_cache_memory_bytes = None  # which the environment of tests may give
     config.cache_config.kv_cache_layout = "LBHNC"
     return config
@@ -93,14 +83,8 @@ def test_the_kv_cache_and_what_drafting_keeps_fit_into_what_is_available(model_d
     blocks = num_blocks(config, **of_specs)
     group = LayerGroup(tuple(specs()), 0, specs(**of_specs)["layer 0"], None)
     before = tensor_bytes()
-    views = sizing.make_views(
-        config,
-        group,
-        num_blocks=blocks,
-        device=torch.device("cpu"),
-        observe=None,
-        switch_attention=lambda recorder=None, *, layer_pages=False: (),
-    )
+    hooks = {"observe": None, "switch_attention": lambda recorder=None, *, layer_pages=False: ()}
+    views = sizing.make_views(config, group, num_blocks=blocks, device=torch.device("cpu"), **hooks)
     kept = tensor_bytes() - before
     scratch = views.memory_bytes.get("a selection's scratch", 0)
     assert policy["draft_kv_policy"] == "streamingllm" or scratch > 0
@@ -113,12 +97,9 @@ def test_the_kv_cache_and_what_drafting_keeps_fit_into_what_is_available(model_d
         assert kept > blocks * block_bytes / PAGE * (2 if cache == "fp8" else 1)
 
 
-def test_other_methods_get_all_of_it(model_dir):
+def test_other_methods_get_all_of_it_and_a_size_that_the_user_gave_is_left(model_dir):
     block_bytes = sum(spec.page_size_bytes for spec in specs().values())
     assert num_blocks(configure(model_dir)) == AVAILABLE // block_bytes
-
-
-def test_a_size_that_the_user_gave_is_left_as_it_is(model_dir):
     config = configure(model_dir, {"method": METHOD, "draft_kv_policy": "verify-topk"})
     less = num_blocks(config)
     config.cache_config.kv_cache_memory_bytes = AVAILABLE

@@ -52,16 +52,6 @@ def test_layers_without_a_window_come_first_and_each_type_is_a_group():
     ]
 
 
-def test_without_vllms_hybrid_manager_layers_keep_their_windows():
-    """One KV-cache group, whose spec has the window of some layer in it."""
-    merged = FullAttentionSpec(**SHAPE, sliding_window=96)
-    groups = find_layer_groups([KVCacheGroupSpec(["0", "1"], merged)], reaches_of({"0": WINDOW, "1": FULL}))
-    assert [(group.layer_names, group.reach) for group in groups] == [
-        (("1",), None),
-        (("0",), SlidingWindow(96)),
-    ]
-
-
 def test_layers_of_different_shapes_are_separate_groups_and_none_counts_twice():
     wide = FullAttentionSpec(**{**SHAPE, "head_size": 128})
     uniform = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"0": FULL, "1": wide, "2": FULL})
@@ -128,46 +118,42 @@ def test_a_view_of_one_chunk_is_not_split_into_chunks(monkeypatch):
     assert chunked.get_builder_cls() is not CPUAttentionBackend.get_builder_cls()
 
 
-def test_split_pages_are_refused_with_the_block_size_to_use():
-    group = target_group("0", FULL)
-    refuse_split_pages([[group]], are_of_layers=True)
-    group.kernel_block_size = 16
-    with pytest.raises(
-        MagicDecConfigError, match="into 16; use --block-size 16, draft_kv_policy='snapkv' with"
-    ):
-        refuse_split_pages([[group]], are_of_layers=True)
-
-
-@pytest.mark.parametrize(("name", "is_refused"), [("FLASHINFER", True), ("FLASH_ATTN", False)])
-def test_split_pages_of_narrow_tables_are_refused_with_flashinfer(name, is_refused):
-    """FlashInfer's kernels need contiguous rows, and vLLM's buffer would have gaps."""
-    group = SimpleNamespace(
-        backend=SimpleNamespace(get_name=lambda: name), kv_cache_spec=FULL, kernel_block_size=16
+def group_of(name: str, kernel_block_size: int | None = None, **of_builder) -> SimpleNamespace:
+    """An attention group of a backend of that name."""
+    return SimpleNamespace(
+        backend=SimpleNamespace(get_name=lambda: name),
+        kv_cache_spec=FULL,
+        kernel_block_size=kernel_block_size,
+        get_metadata_builder=lambda: SimpleNamespace(**of_builder),
     )
-    sentence = r"pages of 32 tokens into 16; use --block-size 16$"
-    with pytest.raises(MagicDecConfigError, match=sentence) if is_refused else nullcontext():
-        refuse_split_pages([[group]], are_of_layers=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "are_of_layers", "kernel_block_size", "sentence"),
+    [
+        ("FLASH_ATTN", True, None, None),
+        ("FLASH_ATTN", True, 16, "into 16; use --block-size 16, draft_kv_policy='snapkv' with"),
+        ("FLASH_ATTN", False, 16, None),
+        # FlashInfer's kernels need contiguous rows, and vLLM's buffer would have gaps.
+        ("FLASHINFER", False, 16, r"pages of 32 tokens into 16; use --block-size 16$"),
+    ],
+)
+def test_split_pages_are_refused_with_the_block_size_to_use(
+    name, are_of_layers, kernel_block_size, sentence
+):
+    with pytest.raises(MagicDecConfigError, match=sentence) if sentence else nullcontext():
+        refuse_split_pages([[group_of(name, kernel_block_size)]], are_of_layers=are_of_layers)
 
 
 def test_flex_attention_has_no_graphs_of_draft_steps():
-    builder = SimpleNamespace(get_cudagraph_support=lambda *_: AttentionCGSupport.ALWAYS)
-    group = SimpleNamespace(
-        backend=SimpleNamespace(get_name=lambda: "FLEX_ATTENTION"),
-        kv_cache_spec=FULL,
-        get_metadata_builder=lambda: builder,
-    )
+    group = group_of("FLEX_ATTENTION", get_cudagraph_support=lambda *_: AttentionCGSupport.ALWAYS)
     assert find_weakest_graphs([[group]], None) == (group, AttentionCGSupport.NEVER)
 
 
 @pytest.mark.parametrize(("room", "is_refused"), [(32, True), (64, False), (48, False), (None, False)])
 def test_heads_too_large_for_vllms_triton_attention_are_refused(room, is_refused):
     """Its builder sizes buffers by the target's heads, rounded up to a power of 2."""
-    builder = SimpleNamespace() if room is None else SimpleNamespace(headdim=room)
-    group = SimpleNamespace(
-        backend=SimpleNamespace(get_name=lambda: "TRITON_ATTN"),
-        kv_cache_spec=FULL,
-        get_metadata_builder=lambda: builder,
-    )
+    group = group_of("TRITON_ATTN", **({} if room is None else {"headdim": room}))
     sentence = "heads of 32, and the draft model's have 64"
     with pytest.raises(MagicDecConfigError, match=sentence) if is_refused else nullcontext():
         refuse_small_buffers([[group]])

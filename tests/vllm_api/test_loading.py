@@ -136,10 +136,6 @@ def registry(monkeypatch) -> ModuleType:
     return module
 
 
-def register_with_parts(name, *, config_cls, proposer_cls, speculator_cls, add_cli_args=None):
-    raise AssertionError("is never called")
-
-
 def register_with_any_parameters(name, **parts):
     raise AssertionError("is never called")
 
@@ -151,14 +147,12 @@ SPEC_FIELDS = ("config_cls", "proposer_cls", "speculator_cls", "add_cli_args", "
     "changes",
     [
         {"register_speculative_method": None},
-        {"register_speculative_method": register_with_parts},
         {"register_speculative_method": register_with_any_parameters},
-        {"SpeculativeMethodSpec": None},
         {"SpeculativeMethodSpec": dict},
         {"SpeculativeMethodSpec": make_dataclass("SpeculativeMethodSpec", SPEC_FIELDS[:-1])},
         {"SpeculativeMethodSpec": make_dataclass("SpeculativeMethodSpec", (*SPEC_FIELDS, "other"))},
     ],
-    ids=["no function", "parts", "any parameters", "no spec", "other spec", "a field less", "a field more"],
+    ids=["no function", "any parameters", "other spec", "a field less", "a field more"],
 )
 def test_other_registry_is_ignored(log, registry, changes):
     vars(registry).update(changes)

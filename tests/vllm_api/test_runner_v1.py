@@ -4,9 +4,7 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from vllm_magicdec.vllm_api.runner_v1 import MagicDecProposer
 from vllm_magicdec.vllm_api.runner_wrappers import bypass_rejection_sampler, report_finished
 
 
@@ -27,28 +25,8 @@ def test_answers_are_reported_before_the_runner_drops_them_in_one_order_on_all_r
     finished = ["e", "b", "never begun", "g", "a"]
     for names in (finished, reversed(finished), []):
         assert runner.execute_model(SimpleNamespace(finished_req_ids=dict.fromkeys(names)), more=3) == 3
-    assert reported == [(name, [1, ord(name)]) for name in "abeg"] and sorted(runner.requests) == [
-        "c",
-        "d",
-        "f",
-    ]
-
-
-def test_unread_drafts_are_proposed_with_certainty():
-    """Wherever other requests' drafts end, and whatever a pass had sampled at these steps."""
-    proposer = MagicDecProposer.__new__(MagicDecProposer)
-    proposer._draft_probs = []
-    proposer.note_unread(0, 1, [3])  # greedy drafts have no probabilities
-    assert proposer._draft_probs == []
-    sampled = torch.full((2, 3, 4), 0.25)  # two steps of three requests
-    proposer._draft_probs = list(sampled.clone())
-    proposer.note_unread(1, 1, [3, 0])
-    probs = torch.stack(proposer._draft_probs, dim=1)
-    assert probs.shape == (3, 3, 4)
-    assert torch.equal(probs[[0, 2], :2], sampled[:, [0, 2]].transpose(0, 1))
-    assert probs[1].tolist() == [[0.25] * 4, [0, 0, 0, 1], [1, 0, 0, 0]]
-    proposer.note_unread(2, 2, [])
-    assert torch.equal(torch.stack(proposer._draft_probs, dim=1), probs)
+    assert reported == [(name, [1, ord(name)]) for name in "abeg"]
+    assert sorted(runner.requests) == ["c", "d", "f"]
 
 
 @pytest.mark.parametrize("may_skip", [None, True, False])
