@@ -14,8 +14,9 @@ pytestmark = pytest.mark.extended
 MODEL_LEN = 256
 ENGINE = {"max_model_len": MODEL_LEN, "max_num_seqs": 8}
 CASES = {
-    "streamingllm": magicdec(16, draft_kv_budget=192),
-    "verify-topk": magicdec(16, draft_kv_budget=192, **POLICIES["verify-topk"]),
+    # With these, vLLM drafts for no request of a batch in which one has no room for all drafts.
+    "streamingllm": magicdec(4, draft_kv_budget=192),
+    "verify-topk": magicdec(4, draft_kv_budget=192, **POLICIES["verify-topk"]),
     "lookups": magicdec(16, draft_kv_budget=192, draft_lookup="on"),
     "a draft model": drafting_with(MODEL, 16, draft_kv_budget=MODEL_LEN),
     "SPIRe": drafting_with(TINY_SPIRE, 16),

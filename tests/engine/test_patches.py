@@ -69,7 +69,6 @@ def test_the_plugin_wraps_only_what_the_registry_does_not_cover(patched_tree):
     assert result.returncode == 0, result.stderr[-3000:]
     shown = result.stdout.splitlines()[-4:]
     wrapped = [hook.target for hook in HOOKS_BESIDE_REGISTRY]
-    assert len(wrapped) == 10
     assert shown == [
         str(patched_tree / "vllm" / "__init__.py"),
         "[True, True, False]",
