@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Acceptance length by policy and budget: `python benchmarks/acceptance.py --help`.
+"""Acceptance length by draft weights, policy and budget: `python benchmarks/acceptance.py --help`.
 
-There are two greedy workloads: continuing long documents, and answering recall questions about one fact
-thousands of tokens back (tiny-llama/recall.py). Every engine drafts `--gamma` tokens; acceptance by
-position comes from vLLM's counters, and the acceptance length at a smaller gamma is 1 + the sum of the
-rates up to it. Requests run one after the other, so that the standard error over documents can be
-computed; differences from streamingllm are over the same documents. The oracle is no policy: its drafts
-attend to the `budget` tokens of the whole context to which each query attends most, per layer and KV
-head; layers with a window keep all of their tokens, which policies cut to the budget.
+There are two workloads: documents, which a base model continues and a chat model is asked about, and
+recall questions about one fact thousands of tokens back (tiny-llama/recall.py). Every engine drafts
+`--gamma` tokens; acceptance by position comes from vLLM's counters, and the acceptance length at a smaller
+gamma is 1 + the sum of the rates up to it. Standard errors are over requests; differences from
+streamingllm are over the same requests. An engine serves all policies and budgets of its weights, one
+after the other, because reading the documents takes longest. The oracle is no policy: its drafts attend to
+the `budget` tokens of the whole context to which each query attends most, per layer and KV head; layers
+with a window keep all of their tokens, which policies cut to the budget.
 """
 
 import argparse
@@ -15,17 +16,16 @@ import itertools
 import math
 import random
 import sys
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from common.documents import encode, excerpts, read_text
+import torch
+from common.documents import encode, excerpts, questions_about, read_text
 from common.engines import PAGE, engine, engine_settings, set_environment
 from common.options import add_documents, add_out, make_parser, settings_of
-from common.plots import plt, save
 from common.policies import POLICIES
 from common.record import make_record, write
 from common.tables import console, make_table
@@ -33,7 +33,7 @@ from kv_heavy import TINY_LLAMA, model_folder
 from rich.table import Table
 
 sys.path.insert(0, str(TINY_LLAMA))
-from recall import is_answered, make_episode
+from recall import Episode, is_answered, make_episode
 
 ORACLE = "oracle"
 CONTENDERS = {**POLICIES, ORACLE: POLICIES["snapkv-token"]}
@@ -80,15 +80,15 @@ class Result:
     budget: int
     view: int  # most tokens that a draft step read: the budget, rounded up to whole pages by some policies
     documents: Counts
-    recall: Counts
+    recall: Counts | None  # None: nothing was asked
     answers: int  # asked
     right: int  # answered correctly, by the target
+    weights: str = "target"
+    temperature: float = 0.0
 
 
 def install_oracle(worker: Any, budget: int) -> None:
     """Make draft attention keep only the tokens with the highest weights."""
-    import torch
-
     from vllm_magicdec.attention import switch
 
     def attend(query: Any, rows: Any, slots: Any, lens: Any, *, scale: float, **_: Any) -> Any:
@@ -105,83 +105,124 @@ def install_oracle(worker: Any, budget: int) -> None:
         return attended.view(num_reqs, num_heads, size).to(query.dtype)
 
     switch.attend = attend
+    switch.takes_view = lambda metadata: False  # of the plugin's kernel
+
+
+def set_view(spec: Any, fields: Mapping[str, Any]) -> None:
+    """Set the fields of a view in a speculative configuration."""
+    for name, value in fields.items():
+        setattr(spec, name, value)
+
+
+def draft_over(worker: Any, fields: Mapping[str, Any]) -> None:
+    """Let the worker of an engine on a CPU draft over another view."""
+    runner = worker.model_runner
+    set_view(runner.drafter.speculative_config, fields)
+    runner.drafter.initialize_attn_backend(runner.kv_cache_config)
 
 
 def viewed_tokens(vllm_config: Any, policy: str, budget: int) -> int:
     """Return the maximum of tokens that a draft step reads; some policies round up to whole pages."""
     if policy == ORACLE:
         return budget
-    from vllm_magicdec.policies import find_policy
-
     spec = vllm_config.speculative_config
-    return (
-        find_policy(spec.draft_kv_policy)
-        .parse_budget(spec, spec.limits(vllm_config, PAGE), budget)
-        .max_tokens
-    )
+    return spec.policy.parse_budget(spec, spec.limits(vllm_config, PAGE), budget).max_tokens
 
 
-def measure(policy: str, budget: int, args: argparse.Namespace) -> Result:
-    """Run one engine, in a separate process."""
-    is_oracle = policy == ORACLE
-    model_len = args.context + args.tokens + 2 * PAGE
+def view_of(policy: str, budget: int, model_len: int) -> dict[str, Any]:
+    """Return the fields of a view."""
+    size = model_len if policy == ORACLE else budget
+    return {"draft_kv_granularity": None, **CONTENDERS[policy], "draft_kv_budget": size}
+
+
+def measure(weights: str, cells: Sequence[tuple[str, int]], args: argparse.Namespace) -> Iterator[Result]:
+    """Yield the results of an engine over views, by policy and budget; several need a CPU."""
+    model_len = args.context + args.tokens + 256
     spec = {
         "method": "magicdec-self",
         "num_speculative_tokens": args.gamma,
-        "draft_kv_budget": model_len if is_oracle else budget,
-        **CONTENDERS[policy],
+        "draft_weights": weights,
+        **view_of(*cells[0], model_len),
     }
-    with engine(engine_settings(args.model, "float32", batch=1, model_len=model_len), spec) as llm:
-        if is_oracle:
-            llm.collective_rpc(install_oracle, args=(budget,))
+    settings = engine_settings(args.model, args.dtype, batch=args.requests, model_len=model_len)
+    with engine(settings, spec) as llm:
         tokenizer = llm.get_tokenizer()
-        prompts = excerpts(tokenizer, args.requests, args.context, args.documents)
-        documents, _ = generate(llm, prompts, args.tokens)
-        lines = read_text(args.documents).splitlines(keepends=True)
-        rng = random.Random(0)
-        episodes = [
-            make_episode(rng, lambda text: len(encode(tokenizer, text)), lines, distance)
-            for distance in itertools.islice(itertools.cycle(args.distances), args.questions)
-        ]
-        prompts = [[tokenizer.bos_token_id, *encode(tokenizer, episode.prompt)] for episode in episodes]
-        recall, texts = generate(llm, prompts, ANSWER_TOKENS + 1)
-        right = sum(is_answered(text, episode) for text, episode in zip(texts, episodes, strict=True))
-        view = viewed_tokens(llm.llm_engine.vllm_config, policy, budget)
-    return Result(policy, budget, view, documents, recall, len(episodes), right)
+        prompts = excerpts(tokenizer, args.ask or args.requests, args.context, args.documents)
+        if args.ask:
+            prompts = questions_about(tokenizer, prompts, args.requests)
+        episodes = make_episodes(tokenizer, args)
+        for index, (policy, budget) in enumerate(cells):
+            if index:
+                fields = view_of(policy, budget, model_len)
+                set_view(llm.llm_engine.vllm_config.speculative_config, fields)
+                llm.collective_rpc(draft_over, args=(fields,))
+            if policy == ORACLE:
+                llm.collective_rpc(install_oracle, args=(budget,))
+            view = viewed_tokens(llm.llm_engine.vllm_config, policy, budget)
+            for temperature in args.temperatures:
+                documents, _ = generate(llm, prompts, args.tokens, temperature)
+                recall, right = answer(llm, episodes) if episodes else (None, 0)
+                yield Result(
+                    *(policy, budget, view, documents, recall, len(episodes), right),
+                    weights=weights,
+                    temperature=temperature,
+                )
 
 
-def generate(llm: Any, prompts: list[list[int]], num_tokens: int) -> tuple[Counts, list[str]]:
-    """Run the requests one after the other; return the counters and the texts."""
+def make_episodes(tokenizer: Any, args: argparse.Namespace) -> list[Episode]:
+    """Draw the recall questions."""
+    lines = read_text(args.documents).splitlines(keepends=True)
+    rng = random.Random(0)
+    return [
+        make_episode(rng, lambda text: len(encode(tokenizer, text)), lines, distance)
+        for distance in itertools.islice(itertools.cycle(args.distances), args.questions)
+    ]
+
+
+def answer(llm: Any, episodes: Sequence[Episode]) -> tuple[Counts, int]:
+    """Answer the questions greedily; return the counters and the number of right answers."""
+    tokenizer = llm.get_tokenizer()
+    prompts = [[tokenizer.bos_token_id, *encode(tokenizer, episode.prompt)] for episode in episodes]
+    recall, texts = generate(llm, prompts, ANSWER_TOKENS + 1)
+    return recall, sum(is_answered(text, episode) for text, episode in zip(texts, episodes, strict=True))
+
+
+def generate(
+    llm: Any, prompts: list[list[int]], num_tokens: int, temperature: float = 0.0
+) -> tuple[Counts, list[str]]:
+    """Run the requests as one batch; return the counters and the texts."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-    counters, texts = [read_counters(llm)], []
-    for prompt in prompts:
-        (output,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
-        counters.append(read_counters(llm))
-        texts.append(output.outputs[0].text)
-    steps = list(itertools.pairwise(counters))
+    before = read_counters(llm)
+    stamp = time.monotonic_ns()
+    ids = [f"{index}-{stamp}" for index in range(len(prompts))]
+    for index, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=temperature, max_tokens=num_tokens, ignore_eos=True, seed=index)
+        llm.llm_engine.add_request(ids[index], {"prompt_token_ids": prompt}, params)
+    outputs: dict[str, list[Any]] = {name: [] for name in ids}  # the first is the prompt's
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            outputs[output.request_id].append(output.outputs[0])
+    rounds = [len(own) - 1 for own in outputs.values()]
+    drafted = [len(own[-1].token_ids) - len(own) for own in outputs.values()]
     counts = Counts(
-        rounds=[after[0] - before[0] for before, after in steps],
-        accepted=[sum(after[1:]) - sum(before[1:]) for before, after in steps],
-        accepted_by_position=[b - a for a, b in zip(counters[0], counters[-1], strict=True)][1:],
+        rounds=rounds,
+        accepted=drafted,
+        accepted_by_position=[b - a for a, b in zip(before, read_counters(llm), strict=True)],
     )
-    return counts, texts
+    return counts, [own[-1].text for own in outputs.values()]
 
 
 def read_counters(llm: Any) -> list[int]:
-    """Return the number of rounds, then accepted drafts by position, since the engine started."""
-    metrics = {metric.name: metric for metric in llm.get_metrics()}
-    return [
-        metrics["vllm:spec_decode_num_drafts"].value,
-        *metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values,
-    ]
+    """Return the accepted drafts by position since the engine started."""
+    (metric,) = (m for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens_per_pos")
+    return list(metric.values)
 
 
 def results_of(record: Mapping[str, Any]) -> list[Result]:
     workloads = ("documents", "recall")
     return [
-        Result(**{**result, **{name: Counts(**result[name]) for name in workloads}})
+        Result(**{**result, **{name: Counts(**result[name]) for name in workloads if result[name]}})
         for result in record["results"]
     ]
 
@@ -189,25 +230,43 @@ def results_of(record: Mapping[str, Any]) -> list[Result]:
 def table_of(records: Sequence[Mapping[str, Any]]) -> Table:
     """Return a table of policies and budgets of one record, or of several models' records."""
     measured = {name_of_model(record): results_of(record) for record in records}
-    gammas = sorted({1, 2, 4, records[0]["settings"]["gamma"]})
+    gamma = records[0]["settings"]["gamma"]
+    if any((r.weights, r.temperature) != ("target", 0) for own in measured.values() for r in own):
+        return weights_table_of(measured, gamma)
+    gammas = sorted({1, 2, 4, gamma})
     title = "acceptance length, by workload and drafted tokens (gamma); ± standard error"
     documents = (f"documents, {number}" for number in gammas)
     numbers = ("budget", *documents, f"minus {BASELINE}", f"recall, {ANSWER_TOKENS}")
-    names = ["policy", "model"] if len(records) > 1 else ["policy"]
-    table = make_table(title, numbers, names)
-    by_cell = {model: {(r.policy, r.budget): r for r in results} for model, results in measured.items()}
-    first, *others = by_cell.values()
-    for cell in first:
-        if not all(cell in other for other in others):
-            continue
-        for model, results in measured.items():
-            result = by_cell[model][cell]
+    table = make_table(title, numbers, ["policy", "model"])
+    for model, results in measured.items():
+        for result in results:
             lengths = [f"{result.documents.acceptance_length(n):.2f}" for n in gammas]
             lengths[-1] += f" ± {standard_error(result.documents.deviations):.2f}"
-            recall = f"{result.recall.acceptance_length(ANSWER_TOKENS):.2f}"
+            recall = f"{result.recall.acceptance_length(ANSWER_TOKENS):.2f}" if result.recall else ""
             row = (*lengths, difference_from_baseline(result, results, gammas[-1]), recall)
             budget = str(result.budget) + (f" ({result.view})" if result.view != result.budget else "")
-            table.add_row(*(result.policy, model)[: len(names)], budget, *row)
+            table.add_row(result.policy, model, budget, *row)
+    return table
+
+
+def weights_table_of(measured: Mapping[str, Sequence[Result]], gamma: int) -> Table:
+    """Return a table with a column per draft weights and temperature."""
+    kinds = list(dict.fromkeys((r.temperature, r.weights) for own in measured.values() for r in own))
+    title = f"acceptance length, {gamma} drafts; ± standard error"
+    columns = [
+        f"{weights}{f', T = {t:g}' if t else ''}" for t, weights in sorted(kinds, key=lambda k: k[0])
+    ]
+    table = make_table(title, ["budget", *columns], ["model", "policy"])
+    for model, results in measured.items():
+        for policy, budget in dict.fromkeys((r.policy, r.budget) for r in results):
+            lengths = {
+                (r.temperature, r.weights): f"{r.documents.acceptance_length(gamma):.2f} ± "
+                f"{standard_error(r.documents.deviations):.2f}"
+                for r in results
+                if (r.policy, r.budget) == (policy, budget)
+            }
+            cells = (lengths.get(kind, "") for kind in sorted(kinds, key=lambda k: k[0]))
+            table.add_row(model, policy, str(budget), *cells)
     return table
 
 
@@ -227,72 +286,48 @@ def difference_from_baseline(result: Result, results: list[Result], gamma: int) 
     return f"{own.acceptance_length(gamma) - other.acceptance_length(gamma):+.2f} ± {error:.2f}"
 
 
-def draw(results: list[Result], gamma: int, path: Path) -> None:
-    """Draw acceptance length by budget, and acceptance by position at the middle budget."""
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.5))
-    budgets = sorted({result.budget for result in results})
-    for policy in dict.fromkeys(result.policy for result in results):
-        own = sorted((r for r in results if r.policy == policy), key=lambda r: r.budget)
-        style = {"marker": "o", "linestyle": ":" if policy == ORACLE else "-", "label": policy}
-        own_budgets = [r.budget for r in own]
-        lengths = [r.documents.acceptance_length(gamma) for r in own]
-        errors = [standard_error(r.documents.deviations) for r in own]
-        left.errorbar(own_budgets, lengths, errors, capsize=3, elinewidth=0.8, **style)
-        middle.plot(own_budgets, [r.recall.acceptance_length(ANSWER_TOKENS) for r in own], **style)
-        chosen = next(r for r in own if r.budget == budgets[len(budgets) // 2])
-        right.plot(range(1, gamma + 1), chosen.documents.rates, **style)
-    for axes, title in (
-        (left, f"documents, gamma {gamma}, ± standard error"),
-        (middle, f"recall answers, first {ANSWER_TOKENS} drafts"),
-    ):
-        axes.set(title=title, xlabel="budget (tokens)", ylabel="acceptance length (tokens per round)")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(budgets, [str(b) for b in budgets])
-    right.set(
-        title=f"documents, budget {budgets[len(budgets) // 2]}",
-        xlabel="drafted position",
-        ylabel="accepted (share of rounds)",
-        ylim=(0, 1),
-    )
-    for axes in (left, middle, right):
-        axes.grid(alpha=0.3)
-    left.legend()
-    figure.tight_layout()
-    save(figure, path)
-
-
 def main() -> None:
     parser = make_parser(__doc__)
     names = list(CONTENDERS)
     parser.add_argument("--model", default=str(TINY_LLAMA), help="its folder or a name of `make models`")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--policies", nargs="+", default=names, choices=names)
     parser.add_argument("--budgets", type=int, nargs="+", default=[64, 128, 256, 512])
+    parser.add_argument("--weights", nargs="+", default=["target"], help="values of draft_weights")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
     parser.add_argument("--gamma", type=int, default=8)
     parser.add_argument("--context", type=int, default=6000, help="tokens of a document's excerpt")
     parser.add_argument("--distances", type=int, nargs="+", default=[4000, 5000], help="of the asked fact")
-    parser.add_argument("--requests", type=int, default=8, help="documents")
-    parser.add_argument("--questions", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=96, help="generated per document")
+    parser.add_argument("--requests", type=int, default=8, help="documents, or questions about them")
+    parser.add_argument("--ask", type=int, default=0, help="documents to ask about; 0: continue documents")
+    parser.add_argument("--questions", type=int, default=16, help="of the recall task")
+    parser.add_argument("--tokens", type=int, default=96, help="generated per request")
     add_documents(parser)
-    add_out(parser, "; the plot goes beside it")
+    add_out(parser)
     args = parser.parse_args()
-    # The oracle is a function sent to the worker.
-    set_environment(kv_cache_gib=1, VLLM_ALLOW_INSECURE_SERIALIZATION="1")
+    # Views are exchanged by functions sent to the worker.
+    set_environment(kv_cache_gib=2, VLLM_ALLOW_INSECURE_SERIALIZATION="1")
     record = make_record("acceptance", settings=settings_of(args, "model", "policies", "budgets"))
     record["settings"]["model"] = Path(args.model).resolve().name
-    results = []
+    record["results"] = []
+    cells = [
+        (policy, budget)
+        for policy, budget in itertools.product(args.policies, args.budgets)
+        if budget >= MIN_BUDGET.get(policy, 0)
+    ]
+    # The oracle's attention stays, so it comes last. CUDA graphs keep their views.
+    cells.sort(key=lambda cell: cell[0] == ORACLE)
+    engines = [[cell] for cell in cells] if torch.cuda.is_available() else [cells]
     with model_folder(args.model) as args.model:
-        for policy, budget in itertools.product(args.policies, args.budgets):
-            if budget < MIN_BUDGET.get(policy, 0):
-                continue
-            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-                results.append(pool.submit(measure, policy, budget, args).result())
-            console.print(f"{policy}, budget {budget}: done")
-    record["results"] = [asdict(result) for result in results]
+        for weights, views in itertools.product(args.weights, engines):
+            for result in measure(weights, views, args):
+                record["results"].append(asdict(result))
+                write(record, args.out)
+                console.print(
+                    f"{weights}, {result.policy}, {result.budget}, T = {result.temperature:g}: "
+                    f"{result.documents.acceptance_length(args.gamma):.2f}"
+                )
     console.print(table_of([record]))
-    write(record, args.out)
-    if args.out:
-        draw(results, args.gamma, args.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -52,6 +52,7 @@ _TABLE_OF = {
     "native_attention": lambda records: native_attention.page_table_of(*records),
     "quantised_linear": quantised_linear.table_of,
     "roofline": lambda records: roofline.table_of(*records),
+    "step_parts": draft_weights.parts_table_of,
     "spire": lambda records: spire.table_of(*records),
     "suite": lambda records: suite.tables_of(*records)[0],
 }

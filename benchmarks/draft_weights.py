@@ -4,20 +4,23 @@
 All engines run at the same time and take turns on every cell, each cell several times; a turn is a batch of
 greedy requests from their arrival to the last token, with the prompts in the prefix cache. Cells are
 `DOCUMENTS x TOKENS x REQUESTS`: questions about that many documents of so many tokens. Results are medians
-over the turns; speeds are ratios to plain decoding in the same turn.
+over the turns; speeds are ratios to plain decoding in the same turn. With `--parts` a last turn splits the
+time of a step into the parts of the target and of the draft (common/parts.py), for a file of its own.
 """
 
 import argparse
 import statistics
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from common.decoding import Decoding, decode_job, medians
-from common.documents import excerpts
+from common.decoding import Batch, Decoding, decode_job, medians
+from common.documents import excerpts, questions_about
 from common.engines import PAGE, Turn, engine, engine_settings, set_environment, take_turns
-from common.options import add_documents, add_model, add_out, make_parser, settings_of
+from common.options import add_documents, add_model, add_out, make_parser, settings_of, writable
+from common.parts import PARTS, install_part_timers, take_parts
 from common.record import engine_record, write
 from common.tables import console, make_table
 from kv_heavy import model_folder
@@ -26,16 +29,6 @@ from suite import PLAIN, POLICIES, speculations
 
 from vllm_magicdec.planner.profile import fill_prefix_cache
 
-QUESTIONS = (
-    "What is this text about? Answer in a few sentences.",
-    "Which people and places does the text name, and what does it say about them?",
-    "Summarise the most important points of the text as a list.",
-    "What does the author want, and which reasons are given?",
-    "Write a short letter to a friend about this text.",
-    "Quote the sentence of the text that you find most important, and explain it.",
-    "How does the text begin, and how does it end?",
-    "Which numbers and dates occur in the text?",
-)
 CELLS = ("1x6000x4", "8x1000x8", "1x6000x1")
 
 
@@ -57,22 +50,9 @@ class Cell:
         return (self.documents * self.tokens + self.requests * (generated + 512)) // PAGE
 
     def prompts(self, tokenizer: Any, args: argparse.Namespace) -> list[list[int]]:
-        """Return the requests' token ids: a document and a question, as the model's chats are written."""
-        texts = [
-            tokenizer.decode(tokens, skip_special_tokens=True)
-            for tokens in excerpts(tokenizer, self.documents, self.tokens, args.documents)
-        ]
-        contents = [
-            f"{texts[i % self.documents]}\n\n{QUESTIONS[i % len(QUESTIONS)]}" for i in range(self.requests)
-        ]
-        if tokenizer.chat_template is None:
-            return [tokenizer.encode(f"{content}\n\nAnswer:") for content in contents]
-        return [
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": content}], add_generation_prompt=True, return_dict=False
-            )
-            for content in contents
-        ]
+        """Return the requests' token ids: questions about excerpts."""
+        texts = excerpts(tokenizer, self.documents, self.tokens, args.documents)
+        return questions_about(tokenizer, texts, self.requests)
 
 
 def contenders(names: Sequence[str], drafts: int, budget: float) -> dict[str, dict[str, Any] | None]:
@@ -110,6 +90,36 @@ def table_of(records: Sequence[dict[str, Any]]) -> Table:
                     *(f"{result['step_ms']:.0f}", f"{result['step_ms'] / plain_ms:.2f}"),
                 )
     return table
+
+
+def parts_table_of(records: Sequence[dict[str, Any]]) -> Table:
+    """Return a table of a row per record, cell and contender: milliseconds per step of every part."""
+    phases = [f"{phase} {part}" for phase in ("target", "draft") for part in PARTS]
+    table = make_table(
+        records[0]["engine"]["model"], [*phases, "other"], ["documents x tokens x requests", "draft"]
+    )
+    for record in records:
+        for cell, results in record["results"].items():
+            for name, parts in results.items():
+                cells = (parts.get(part) for part in (*phases, "other"))
+                table.add_row(
+                    cell.replace("x", " x "), name, *("" if c is None else f"{c:.0f}" for c in cells)
+                )
+    return table
+
+
+def split_step(llm: Any, prompts: list[list[int]], num_tokens: int) -> dict[str, float]:
+    """Return the milliseconds of a step by part; `other`: scheduler, detokenisation and transport."""
+    batch = Batch(llm, prompts, num_tokens)
+    batch.step()
+    llm.collective_rpc(take_parts)
+    started, num_steps = time.perf_counter(), 1
+    while batch.step():
+        num_steps += 1
+    step_ms = 1000 * (time.perf_counter() - started) / num_steps
+    (parts,) = llm.collective_rpc(take_parts)
+    batch.abort()
+    return {**parts, "other": step_ms - sum(parts.values())}
 
 
 def summarise(turns: dict[str, list[Decoding]]) -> dict[str, dict[str, Any]]:
@@ -154,6 +164,17 @@ def run(args: argparse.Namespace, model: str) -> None:
             record["results"][text] = summarise(take_turns(jobs, args.turns))
             write(record, args.out)
             console.print(table_of([record]))
+        if args.parts:  # the timers stay, so after all cells
+            parts = record | {"benchmark": "step_parts", "results": {}}
+            for llm in engines.values():
+                llm.collective_rpc(install_part_timers)
+            for text, cell in cells.items():
+                prompts = cell.prompts(tokenizer, args)
+                parts["results"][text] = {
+                    name: split_step(turn.of(llm), prompts, args.tokens) for name, llm in engines.items()
+                }
+            write(parts, args.parts)
+            console.print(parts_table_of([parts]))
 
 
 def main() -> None:
@@ -171,10 +192,12 @@ def main() -> None:
     parser.add_argument("--gamma", type=int, default=4, help="drafted tokens per round")
     parser.add_argument("--budget", type=float, default=512)
     parser.add_argument("--turns", type=int, default=3, help="per engine and cell")
+    parser.add_argument("--parts", type=writable, help="JSON file for the parts of the steps")
     add_documents(parser)
     add_out(parser)
     args = parser.parse_args()
-    set_environment(kv_cache_gib=1)
+    # The timers of parts are sent to the workers.
+    set_environment(kv_cache_gib=1, VLLM_ALLOW_INSECURE_SERIALIZATION="1")
     with model_folder(args.model) as model:
         run(args, model)
 

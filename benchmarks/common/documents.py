@@ -6,6 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+QUESTIONS = (
+    "What is this text about? Answer in a few sentences.",
+    "Which people and places does the text name, and what does it say about them?",
+    "Summarise the most important points of the text as a list.",
+    "What does the author want, and which reasons are given?",
+    "Write a short letter to a friend about this text.",
+    "Quote the sentence of the text that you find most important, and explain it.",
+    "How does the text begin, and how does it end?",
+    "Which numbers and dates occur in the text?",
+)
+
 
 def describe_documents(folder: Path | None) -> str:
     """Name the documents for a record."""
@@ -42,6 +53,22 @@ def excerpts(tokenizer: Any, count: int, num_tokens: int, folder: Path | None = 
         raise SystemExit(f"the text has {len(tokens)} tokens; {num_tokens} are needed")
     stride = (len(tokens) - num_tokens) // max(1, count - 1) if count > 1 else 0
     return [begin + tokens[i * stride : i * stride + num_tokens] for i in range(count)]
+
+
+def questions_about(tokenizer: Any, texts: list[list[int]], num_requests: int) -> list[list[int]]:
+    """Return the token ids of requests that ask about the texts in turn, as a chat if the model has any."""
+    prompts = []
+    for index in range(num_requests):
+        text = tokenizer.decode(texts[index % len(texts)], skip_special_tokens=True)
+        content = f"{text}\n\n{QUESTIONS[index % len(QUESTIONS)]}"
+        if tokenizer.chat_template is None:
+            prompts.append(tokenizer.encode(f"{content}\n\nAnswer:"))
+        else:
+            chat = [{"role": "user", "content": content}]
+            prompts.append(
+                tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+            )
+    return prompts
 
 
 def prompts_of_cells(
