@@ -112,7 +112,7 @@ def generate_with_random_schedule(llm: Any, batches: list[dict[str, Any]], seed:
         # Often 0, so that several steps in a row have no drafts.
         gamma = rng.choice([0, rng.randint(0, spec.num_speculative_tokens)])
         planned.append(gamma)
-        if spec.draft_lookup == "off" or spec.looks_up_on_device:
+        if not spec.looks_up_on_host:
             return DraftPlan(gamma)
         # At infinity no lookup is verified unless the draft has checked it, at 0 each one is.
         return DraftPlan(gamma, min_expected_accepted=rng.choice([0.0, float("inf")]))
@@ -126,7 +126,7 @@ def generate_with_random_schedule(llm: Any, batches: list[dict[str, Any]], seed:
     controller.choose, controller.plan = lambda *_, **__: PLAIN, plan
     scheduler._observe = lambda *_: None
     scheduler.schedule = schedule_and_count
-    if spec.draft_lookup == "on":
+    if getattr(spec, "draft_lookup", "off") == "on":
         in_workers(llm, "look_up_at_random", seed)
     results = generate(llm, batches)
     return {"batches": results, "planned": sorted(set(planned)), "gammas": gammas}

@@ -11,6 +11,8 @@ from vllm_magicdec.adaptive.scheduler import MagicDecScheduler
 from vllm_magicdec.adaptive.step_times import Step
 from vllm_magicdec.adaptive.value import PLAIN, Choice, RoundInfo
 
+FIXED = SimpleNamespace(drafts_all=False, drafts_differ=False)  # every request has the chosen number
+
 
 @pytest.mark.parametrize("drafts_come_late", [False, True])
 def test_a_steps_time_covers_the_drafts_made_between_two_outputs(drafts_come_late):
@@ -25,10 +27,13 @@ def test_a_steps_time_covers_the_drafts_made_between_two_outputs(drafts_come_lat
     )
     scheduler._info = RoundInfo()
     scheduler._latest, scheduler._made = PLAIN, PLAIN
+    scheduler._spec, scheduler._is_own_method = FIXED, True
     scheduler._with_lookups = False
     scheduler._drafts_come_late = drafts_come_late
     scheduler._in_flight, scheduler.clock = {}, lambda: 0.0
-    request = SimpleNamespace(request_id="a", num_computed_tokens=1000, num_prompt_tokens=10)
+    request = SimpleNamespace(
+        request_id="a", num_computed_tokens=1000, num_prompt_tokens=10, sampling_params=None
+    )
     scheduler.requests = {"a": request, "b": request}
     outputs, verified = [], 0
     for choice in choices:
@@ -55,7 +60,8 @@ def test_sampled_drafts_of_a_request_that_a_step_leaves_out_are_dropped(monkeypa
     """vLLM's V1 runner no longer has their probabilities in the next step."""
     monkeypatch.setattr(Scheduler, "_update_after_schedule", lambda *_: None)
     scheduler = object.__new__(MagicDecScheduler)
-    scheduler._gave_up, scheduler._drafts_must_not_wait = True, must_not_wait
+    scheduler._spec, scheduler._gave_up = FIXED, True
+    scheduler._drafts_must_not_wait = must_not_wait
     scheduler.running = [SimpleNamespace(request_id=name, spec_token_ids=[1, 2]) for name in "ab"]
     scheduler._update_after_schedule(SimpleNamespace(num_scheduled_tokens={"a": 3}))
     assert [request.spec_token_ids for request in scheduler.running] == [

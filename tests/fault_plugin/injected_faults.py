@@ -129,9 +129,7 @@ def install() -> None:
         raise_before(runner, "_make_batch", "batch")
         runner.run = faulty_pass(runner.run, fault)
     make_controller = _AdaptiveSpeculation._make_controller
-    _AdaptiveSpeculation._make_controller = lambda self, spec: faulty_controller(
-        make_controller(self, spec), fault
-    )
+    _AdaptiveSpeculation._make_controller = lambda self: faulty_controller(make_controller(self), fault)
 
 
 def call_before(owner: Any, method: str, do: Callable[..., None]) -> None:

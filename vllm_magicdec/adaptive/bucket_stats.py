@@ -5,10 +5,8 @@ from math import inf
 from typing import NamedTuple
 
 from vllm_magicdec.adaptive.step_times import Rounds
-from vllm_magicdec.adaptive.value import RoundInfo
+from vllm_magicdec.adaptive.value import NONE_FOUND, RoundInfo
 
-# Verified drafts of a speculative step without any: vLLM samples it in the same way as one with drafts.
-NONE_FOUND = 1e-3
 # Rounds of single requests after which an observation has lost 63 % of its weight, the weight of the first
 # guess, and the weight that old observations keep.
 _MEMORY, GUESS_WEIGHT, _MIN_WEIGHT = 512.0, 8.0, 32.0

@@ -19,10 +19,10 @@ from math import inf
 
 from typing_extensions import override
 
-from vllm_magicdec.adaptive.bucket_stats import GUESS_WEIGHT, NONE_FOUND, BucketStats, Thresholds
+from vllm_magicdec.adaptive.bucket_stats import GUESS_WEIGHT, BucketStats, Thresholds
 from vllm_magicdec.adaptive.draft_plan import BUCKET_BOUNDS, DraftPlan
 from vllm_magicdec.adaptive.step_times import Batch, Rounds, StepTimes
-from vllm_magicdec.adaptive.value import PLAIN, Choice, RoundInfo, Value
+from vllm_magicdec.adaptive.value import NONE_FOUND, PLAIN, Choice, RoundInfo, Value
 
 # Upper bound of `min_acceptance`: likely drafts are verified however expensive that seemed.
 _MAX_MIN_ACCEPTANCE = 0.9

@@ -20,7 +20,7 @@ from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, Schedule
 
 from vllm_magicdec import envs
 from vllm_magicdec.adaptive.controller import Forecast
-from vllm_magicdec.config import MagicDecSpeculativeConfig
+from vllm_magicdec.config import AdaptiveConfig, MagicDecSpeculativeConfig
 from vllm_magicdec.errors import METHOD
 
 logger = init_logger(f"vllm.{__name__}")
@@ -188,11 +188,13 @@ def detach(stats: SchedulerStats) -> Changes | None:
     return found and Changes(*found)
 
 
-def shown_metrics(spec: MagicDecSpeculativeConfig) -> tuple[dict[str, str], dict[str, str]]:
+def shown_metrics(spec: AdaptiveConfig) -> tuple[dict[str, str], dict[str, str]]:
     """Return the names of an engine's counters and gauges with their descriptions."""
-    counters = dict(_DRAFT_COUNTERS)
-    if spec.draft_lookup == "on":
-        counters |= _LOOKUP_COUNTERS
+    counters: dict[str, str] = {}
+    if isinstance(spec, MagicDecSpeculativeConfig):
+        counters |= _DRAFT_COUNTERS
+        if spec.draft_lookup == "on":
+            counters |= _LOOKUP_COUNTERS
     if not spec.adaptive:
         return counters, {}
     return counters | _CONTROLLER_COUNTERS, _CONTROLLER_GAUGES
@@ -208,7 +210,7 @@ class CountsLogger(AggregateStatLoggerBase):
         self, vllm_config: VllmConfig, engine_indexes: Sequence[int], prometheus: type[PrometheusStatLogger]
     ) -> None:
         spec = vllm_config.speculative_config
-        assert isinstance(spec, MagicDecSpeculativeConfig)
+        assert isinstance(spec, AdaptiveConfig)
         labels = ["model_name", "engine"]
         self._model = vllm_config.model_config.served_model_name
 

@@ -21,15 +21,22 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 from vllm_magicdec import envs
-from vllm_magicdec.adaptive.bucket_stats import NONE_FOUND
 from vllm_magicdec.adaptive.controller import Controller
 from vllm_magicdec.adaptive.draft_plan import DraftLists
 from vllm_magicdec.adaptive.lookup_value import LookupValue
 from vllm_magicdec.adaptive.metrics import SpeculationGauges, counts_of
+from vllm_magicdec.adaptive.request_limits import limit_of
 from vllm_magicdec.adaptive.step_times import Step, StepTimes, TimedStep
-from vllm_magicdec.adaptive.value import PLAIN, UNPLANNED, AcceptanceValue, Choice, RoundInfo, Value
-from vllm_magicdec.config import MagicDecSpeculativeConfig
-from vllm_magicdec.errors import METHOD
+from vllm_magicdec.adaptive.value import (
+    NONE_FOUND,
+    PLAIN,
+    UNPLANNED,
+    AcceptanceValue,
+    Choice,
+    RoundInfo,
+    Value,
+)
+from vllm_magicdec.config import AdaptiveConfig, MagicDecSpeculativeConfig
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -65,17 +72,22 @@ class _AdaptiveSpeculation(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         spec = self.vllm_config.speculative_config
-        assert isinstance(spec, MagicDecSpeculativeConfig)
+        assert isinstance(spec, AdaptiveConfig)
+        self._spec = spec
         self.clock: Callable[[], float] = perf_counter
         # Since vLLM 0.33 the V2 runner may skip drafts that no request can use, and not say so. The
         # controller would learn the time of a step without them as the time of one with them.
         self.can_skip_drafts = False
         # Lookups on the device change the passes' times but send the scheduler nothing.
-        self._with_lookups = spec.draft_lookup == "on" and not spec.looks_up_on_device
-        # With lookups the drafts may exceed the step's token budget, so that some requests wait.
-        self._drafts_must_not_wait = self._with_lookups and spec.draft_sample_method == "probabilistic"
-        self._controller = self._make_controller(spec)
+        self._with_lookups = spec.looks_up_on_host
+        # With lookups and with vLLM's methods the drafts may exceed the step's token budget, so that some
+        # requests wait.
+        self._is_own_method = isinstance(spec, MagicDecSpeculativeConfig)
+        may_wait = self._with_lookups or not self._is_own_method
+        self._drafts_must_not_wait = may_wait and spec.draft_sample_method == "probabilistic"
+        self._controller = self._make_controller()
         self._latest = PLAIN  # choice by which the previous step drafted
+        self._most_drafts = 0  # of a request, by that choice
         self._made = PLAIN  # choice that made the latest drafts
         self._info = UNPLANNED  # of the latest drafts
         self._newest: _InFlight | None = None
@@ -90,27 +102,34 @@ class _AdaptiveSpeculation(Scheduler):
         self._updated_at: float | None = None  # None if the engine was idle since
         self._num_reports = 0
 
-    def _make_controller(self, spec: MagicDecSpeculativeConfig) -> Controller:
+    def _make_controller(self) -> Controller:
+        spec = self._spec
         budget = spec.budget_tokens(self.max_model_len)
-        times = StepTimes.load(Path(spec.profile)) if spec.profile else StepTimes()
+        profile = spec.profile if isinstance(spec, MagicDecSpeculativeConfig) else None
+        times = StepTimes.load(Path(profile)) if profile else StepTimes()
         lengths = range(spec.lengths[-1] + 1) if self._with_lookups else spec.lengths
         value: Value = (
-            LookupValue(lengths[-1], budget) if self._with_lookups else AcceptanceValue(lengths, budget)
+            LookupValue(lengths[-1], budget)
+            if self._with_lookups
+            else AcceptanceValue(lengths, budget, may_lack=spec.drafts_differ)
         )
-        if not spec.profile:
+        if not profile:
             is_range = len(lengths) == lengths[-1] + 1
             logger.info_once(
-                "%s will try several choices in the first steps and then choose %s drafts for every step. "
-                "To start with measured times, run 'magicdec profile' and set the field 'profile'.",
-                METHOD,
+                "%s will try several choices and then choose %s drafts for every step.%s",
+                spec.name,
                 f"0 to {lengths[-1]}" if is_range else " or ".join(map(str, lengths)),
+                " To start with measured times, run 'magicdec profile' and set the field 'profile'."
+                if self._is_own_method
+                else "",
             )
         return Controller(value, times)
 
     @override
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         # Before the base class, which makes placeholders for as many drafts.
-        scheduler_output.num_spec_tokens_to_schedule = 0
+        scheduler_output.num_spec_tokens_to_schedule = self.num_spec_tokens if self._spec.drafts_all else 0
+        self._most_drafts = 0
         if scheduler_output.num_scheduled_tokens:
             self._guard(lambda: self._choose(scheduler_output))
         if self._drafts_must_not_wait:
@@ -132,37 +151,50 @@ class _AdaptiveSpeculation(Scheduler):
                 raise
             self._gave_up = True
             counts_of(self).count_failure("controller")
-            logger.exception("The controller of %s failed; decoding is plain from now on.", METHOD)
+            logger.exception("The controller of %s failed; decoding is plain from now on.", self._spec.name)
 
     def _choose(self, output: SchedulerOutput) -> None:
         scheduled = output.num_scheduled_tokens
         requests = [self.requests[req_id] for req_id in scheduled]
         context_tokens = sum(request.num_computed_tokens for request in requests)
         decoding = [r.request_id for r in requests if r.num_computed_tokens >= r.num_prompt_tokens]
-        verified = self._verified_per_request(output) if len(decoding) == len(requests) else None
-        choice = self._controller.choose(len(requests), context_tokens, is_timed=verified is not None)
-        output.num_spec_tokens_to_schedule = self._controller.plan(choice)
+        limits = {limit_of(request) for request in requests}
+        may_differ = self._spec.drafts_differ or limits != {None}
+        is_decoding = len(decoding) == len(requests)
+        verified = self._verified_per_request(output, may_differ) if is_decoding else None
+        choice = (
+            PLAIN  # nobody takes any
+            if limits == {0}
+            else self._controller.choose(len(requests), context_tokens, is_timed=verified is not None)
+        )
+        plan = self._controller.plan(choice)
+        self._most_drafts = int(plan)
+        if not self._spec.drafts_all:
+            output.num_spec_tokens_to_schedule = plan if self._is_own_method else int(plan)
         drafted = self._latest if self._drafts_come_late else choice
         self._newest = self._in_flight[id(output)] = _InFlight(
             began=self.clock(),
             made=self._made,
             info=self._info,
             drafted=drafted,
-            num_passes=drafted.drafts,
+            num_passes=drafted.drafts if self._controller.value.budget else 0,
             budget=self._controller.value.budget,
             decoding=decoding,
             context_tokens=context_tokens,
             verified=verified,
         )
         self._latest, self._info = choice, RoundInfo(is_planned=self._controller.is_planned)
-        if choice.drafts or self._with_lookups:
+        if choice.drafts or self._spec.drafts_differ:
             self._made = choice
 
     @override
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         drafts, newest = draft_token_ids.draft_token_ids, self._newest
         if newest is not None and newest.drafted.drafts:
-            has_failed = not isinstance(drafts, DraftLists) if self._with_lookups else not any(drafts)
+            if self._with_lookups:
+                has_failed = not isinstance(drafts, DraftLists)
+            else:
+                has_failed = not any(drafts) and not self._spec.drafts_differ
             if has_failed:
                 # Neither drafts nor times are usable.
                 self._made, newest.verified = PLAIN, None
@@ -172,15 +204,18 @@ class _AdaptiveSpeculation(Scheduler):
                 self._info = self._info._replace(num_passes=drafts.num_passes, bucket=drafts.bucket)
                 if drafts.num_passes == 0:
                     newest.drafted = self._made = newest.drafted._replace(lookups_alone=True)
+        if not self._is_own_method:  # some of vLLM's proposers make all drafts, however many were chosen
+            chosen = [own[: self._most_drafts] for own in drafts]
+            draft_token_ids = DraftTokenIds(draft_token_ids.req_ids, chosen)
         super().update_draft_token_ids(draft_token_ids)
 
-    def _verified_per_request(self, output: SchedulerOutput) -> float | None:
+    def _verified_per_request(self, output: SchedulerOutput, may_differ: bool) -> float | None:
         """Return the drafts per request that a decode-only step verifies; None if times are not usable."""
         scheduled = output.num_scheduled_tokens
         counts = [len(output.scheduled_spec_decode_tokens.get(req_id, ())) for req_id in scheduled]
         if list(scheduled.values()) != [1 + count for count in counts]:
             return None
-        if not self._with_lookups:
+        if not may_differ:
             return counts[0] if len(set(counts)) == 1 else None
         mean = sum(counts) / len(counts)
         return max(mean, NONE_FOUND) if self._made.drafts else mean
@@ -212,7 +247,7 @@ class _AdaptiveSpeculation(Scheduler):
             return
         # A busy engine's step lasts from output to output, whatever overlaps in between.
         seconds = now - (self._updated_at or known.began)
-        rounds = _accepted(output, result, known.decoding if self._with_lookups else ())
+        rounds = _accepted(output, result, known.decoding if self._spec.drafts_differ else ())
         if not known.made.drafts:
             rounds = {}  # drafts of a request that the previous step left out were made by an older choice
         self._lessons.append(partial(self._teach, known, rounds.values(), seconds))

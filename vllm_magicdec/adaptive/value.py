@@ -20,6 +20,8 @@ class Choice(NamedTuple):
 
 
 PLAIN = Choice(0)
+# Verified drafts of a speculative step without any: vLLM samples it in the same way as one with drafts.
+NONE_FOUND = 1e-3
 
 
 class RoundInfo(NamedTuple):
@@ -131,14 +133,21 @@ class Acceptance:
 
 
 class AcceptanceValue(Value):
-    """Value of a fixed number of drafts (`lengths`: ascending), from the acceptance at each position."""
+    """Value of a number of drafts, from the acceptance at each position.
 
-    def __init__(self, lengths: Sequence[int], budget: int) -> None:
+    Args:
+        lengths: the numbers, ascending.
+        budget: as in `Value`; 0: drafting takes no draft steps.
+        may_lack: whether requests may have fewer drafts than were asked for.
+    """
+
+    def __init__(self, lengths: Sequence[int], budget: int, *, may_lack: bool = False) -> None:
         def up_to(limit: int) -> Choice:
             return max((choice for choice in drafting if choice.drafts <= limit), default=drafting[0])
 
         self.budget = budget
         self.acceptance = Acceptance(lengths[-1])
+        self._found = Acceptance(lengths[-1]) if may_lack else None
         drafting = [Choice(length) for length in lengths if length]
         self.choices = self.tried = (PLAIN, *drafting)
         self.start = up_to(4)
@@ -150,9 +159,17 @@ class AcceptanceValue(Value):
     ) -> None:
         # A large batch has few different outcomes.
         for (verified, accepted), count in Counter(rounds).items():
-            self.acceptance.observe(verified, accepted, count)
+            if self._found is None:
+                self.acceptance.observe(verified, accepted, count)
+            else:  # a draft that is lacking is as good as rejected
+                self.acceptance.observe(choice.drafts, accepted, count)
+                self._found.observe(choice.drafts, verified, count)
 
     @override
     def mean(self, choice: Choice) -> Rounds:
-        tokens = self.acceptance.tokens_per_round()[choice.drafts]
-        return Rounds(tokens, choice.drafts, choice.drafts, self.budget if choice.drafts else 0)
+        if choice == PLAIN:
+            return Rounds(1.0)
+        tokens, verified = self.acceptance.tokens_per_round()[choice.drafts], float(choice.drafts)
+        if self._found is not None:
+            verified = max(NONE_FOUND, self._found.tokens_per_round()[choice.drafts] - 1.0)
+        return Rounds(tokens, verified, choice.drafts if self.budget else 0, self.budget)

@@ -5,10 +5,18 @@
 `magicdec-self` and `magicdec`. The rest of vLLM sees the method `draft_model`, with the target itself or a
 draft model (`has_draft_model`), and so provides lookahead slots, padded batches and async scheduling.
 
+vLLM's own methods keep theirs, with a controller if `num_speculative_tokens` is `auto` (`adaptive.py`).
+
 `fields.py` declares fields, `given.py` checks user input before pydantic, `speculative.py` checks fields
 against each other, `refusals.py` refuses models and layouts, and `reasons.py` shortens library errors.
 """
 
+from vllm_magicdec.config.adaptive import (
+    AdaptiveConfig,
+    VllmMethodConfig,
+    chooses_drafts,
+    nested_lengths,
+)
 from vllm_magicdec.config.fields import (
     DEFAULT_MAX_TOKENS,
     MODEL_FIELDS,
@@ -25,15 +33,18 @@ from vllm_magicdec.config.given import (
     refuse_misspelt_method,
     selects_magicdec,
 )
-from vllm_magicdec.config.speculative import MagicDecSpeculativeConfig, nested_lengths
+from vllm_magicdec.config.speculative import MagicDecSpeculativeConfig
 
 __all__ = [
     "DEFAULT_MAX_TOKENS",
     "MODEL_FIELDS",
+    "AdaptiveConfig",
     "MagicDecFields",
     "MagicDecSpeculativeConfig",
+    "VllmMethodConfig",
     "check_field_names",
     "check_given",
+    "chooses_drafts",
     "default_of",
     "documented_fields",
     "drafts_with_adapters",

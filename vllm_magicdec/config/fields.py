@@ -52,15 +52,26 @@ PRIVATE_FIELDS = ENGINE_FIELDS - {"target_model_config", "target_parallel_config
 
 
 @config
-class MagicDecFields(SpeculativeConfig):
+class AdaptiveFields(SpeculativeConfig):
+    """Fields of `num_speculative_tokens: auto`, for the plugin's methods and for vLLM's."""
+
+    max_num_speculative_tokens: int | None = Field(default=None, gt=0, le=MOST_DRAFTS)
+    """Maximum number of draft tokens per round when `num_speculative_tokens` is `auto`. Default: 8, or 16
+    with lookups (`draft_lookup`)."""
+    adaptive: bool = False
+    """Whether a controller chooses the number of draft tokens of every round, up to
+    `num_speculative_tokens`."""
+    lengths: tuple[int, ...] = ()
+    """Numbers of draft tokens that the controller chooses from, ascending; empty without a controller."""
+
+
+@config
+class MagicDecFields(AdaptiveFields):
     """Fields of `MagicDecSpeculativeConfig`, as a pydantic dataclass."""
 
     num_speculative_tokens: int = Field(default=4, gt=0, le=MOST_DRAFTS)
     """Draft tokens per round (gamma), or `auto`: a controller chooses a number for every step, possibly 0,
     from the batch size, the context lengths, measured step times and observed acceptance."""
-    max_num_speculative_tokens: int | None = Field(default=None, gt=0, le=MOST_DRAFTS)
-    """Maximum number of draft tokens per round when `num_speculative_tokens` is `auto`. Default: 8, or 16
-    with lookups (`draft_lookup`)."""
     profile: str | None = None
     """Initial step times for `auto`: a file that `magicdec profile` wrote for this model on this
     machine."""
@@ -117,11 +128,6 @@ class MagicDecFields(SpeculativeConfig):
     """Whether `model` is a draft model with its own KV cache."""
     looks_up_on_device: bool = False
     """Whether lookups run on the device because the latest tokens are not on the host."""
-    adaptive: bool = False
-    """Whether a controller chooses the number of draft tokens of every round, up to
-    `num_speculative_tokens`."""
-    lengths: tuple[int, ...] = ()
-    """Numbers of draft tokens that the controller chooses from, ascending; empty without a controller."""
 
 
 def documented_fields() -> tuple[str, ...]:

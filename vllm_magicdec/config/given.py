@@ -78,7 +78,9 @@ def _refuse_own_fields(given: Mapping[object, object]) -> None:
     known_to_vllm = {f.name for f in dataclass_fields(SpeculativeConfig)}
     own = [name for name in fields if name in user_fields() and name not in known_to_vllm]
     if fields.get("num_speculative_tokens") == "auto":
-        own.append("num_speculative_tokens='auto'")
+        own = [name for name in own if name != "max_num_speculative_tokens"]
+        if fields.get("method") is None and fields.get("model") is None:
+            own.append("num_speculative_tokens='auto'")
     if not own:
         return
     method, model = fields.get("method"), fields.get("model")

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from typing_extensions import override
 from vllm.config import SpeculativeConfig, VllmConfig
 
 from vllm_magicdec import files
+from vllm_magicdec.config.adaptive import AdaptiveConfig, nested_lengths
 from vllm_magicdec.config.fields import DEFAULT_MAX_TOKENS, VIEW_FIELDS, MagicDecFields, default_of
 from vllm_magicdec.config.given import check_field_names, check_method, name_of, resolve_auto
 from vllm_magicdec.config.reasons import first_problem, is_config_error, one_line
@@ -27,7 +29,7 @@ from vllm_magicdec.policies.sinks_and_window import SinksAndWindow
 from vllm_magicdec.spire.settings import SpireError, SpireSettings, served_settings
 
 
-class MagicDecSpeculativeConfig(MagicDecFields):
+class MagicDecSpeculativeConfig(MagicDecFields, AdaptiveConfig):
     """vLLM's speculative configuration for the methods `magicdec-self` and `magicdec`.
 
     Raises:
@@ -211,6 +213,11 @@ class MagicDecSpeculativeConfig(MagicDecFields):
             raise ValueError("draft_lookup_sources names a source twice; remove one of them")
 
     @property
+    @override
+    def looks_up_on_host(self) -> bool:
+        return self.draft_lookup == "on" and not self.looks_up_on_device
+
+    @property
     def round_lengths(self) -> tuple[int, ...]:
         """Numbers of drafts of rounds that draft, except for vLLM's table by batch size."""
         return tuple(length for length in self.lengths if length) or (self.num_speculative_tokens,)
@@ -242,23 +249,8 @@ class MagicDecSpeculativeConfig(MagicDecFields):
         most = self.num_speculative_tokens
         self.choose_among(nested_lengths(most, most + 1))
 
-    def choose_among(self, lengths: tuple[int, ...]) -> None:
-        """Let the controller choose among `lengths`, and vLLM capture CUDA graphs for them.
-
-        vLLM captures full graphs for the lengths in its table from batch size to drafts. Each length gets a
-        batch size, the largest length first because sizes may not suffice. All larger batches get 0, so
-        that vLLM adds its usual graph sizes. The controller overrides the table.
-
-        Args:
-            lengths: ascending, 0 included.
-        """
-        self.lengths = lengths
-        *larger, least = sorted({0, *lengths}, reverse=True)
-        table = [(size, size, length) for size, length in enumerate(larger, start=1)]
-        self.num_speculative_tokens_per_batch_size = [*table, (len(larger) + 1, 2**20, least)]
-
+    @override
     def budget_tokens(self, context: int) -> int:
-        """Return the maximum K/V entries that a draft step reads of a request with `context` tokens."""
         budget = self.draft_kv_budget
         return int(budget) if budget >= 1 else max(self.draft_kv_min_budget, int(budget * context))
 
@@ -268,8 +260,8 @@ class MagicDecSpeculativeConfig(MagicDecFields):
         return 0
 
     @property
+    @override
     def name(self) -> str:
-        """Public name of the method."""
         return MODEL_METHOD if self.has_draft_model else METHOD
 
     def __repr__(self) -> str:
@@ -281,19 +273,3 @@ class MagicDecSpeculativeConfig(MagicDecFields):
             f"{self.draft_kv_budget:g}, "
             f"draft_kv_sink={self.draft_kv_sink})"
         )
-
-
-def nested_lengths(most: int, at_most: int) -> tuple[int, ...]:
-    """Return numbers of drafts whose CUDA graphs do not conflict: 0, 1, 3, 7, 15, ...
-
-    vLLM uses a graph only if the next captured number of tokens has the same number of drafts. Verifying
-    these takes 1, 2, 4, 8, ... tokens per request, so vLLM's sizes, multiples of 8, suit all of them.
-
-    Args:
-        most: upper bound of the numbers, at least 1.
-        at_most: how many to return, at least 2, evenly spread.
-    """
-    lengths = [2**power - 1 for power in range((most + 1).bit_length())]
-    at_most = min(at_most, len(lengths))
-    indices = (round(i * (len(lengths) - 1) / (at_most - 1)) for i in range(at_most))
-    return tuple(lengths[index] for index in indices)

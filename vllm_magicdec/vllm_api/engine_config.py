@@ -5,6 +5,7 @@
 model length, the KV pages, the scheduler and the profile.
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from vllm.utils.math_utils import round_up
 from vllm_magicdec.adaptive.profiles import check_profile
 from vllm_magicdec.config import (
     DEFAULT_MAX_TOKENS,
+    AdaptiveConfig,
     MagicDecSpeculativeConfig,
+    VllmMethodConfig,
     default_of,
     drafts_with_adapters,
     nested_lengths,
@@ -35,6 +38,8 @@ logger = init_logger(f"vllm.{__name__}")
 
 # Under `auto`, passes that check looked-up tokens make long rounds cheap, and other rounds end early.
 _MAX_TOKENS_WITH_LOOKUPS = 16
+# Methods of which vLLM's V2 runner makes all drafts, however many are chosen.
+_FIXED_ON_V2 = ("draft_model", "ngram", "dflash")
 _CPU_PAGE = 32  # tokens; pages of vLLM's attention on CPUs are multiples of it
 
 
@@ -80,7 +85,11 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
             )
         self._check_budget(vllm_config)
         if self.adaptive:
-            self._adapt(vllm_config)
+            if self.profile is not None:
+                check_profile(self.profile, self)
+            most = self.num_speculative_tokens
+            lengths = (0, most) if self.draft_lookup == "on" else range(most + 1)
+            _use_controller(self, vllm_config, lengths, needs_graphs=self.looks_up_on_device)
         if self.adaptive or (self.draft_lookup == "on" and not self.looks_up_on_device):
             logger.info_once(
                 "%s: with %s, a request with a seed may get another answer when it is repeated, because "
@@ -300,32 +309,54 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
             others = f", or values nearer to the defaults {', '.join(larger)}" if larger else ""
             raise MagicDecConfigError(f"{self.name}: {error}{others}") from None
 
-    def _adapt(self, vllm_config: VllmConfig) -> None:
-        """Use a scheduler whose controller chooses the number of draft tokens of every step."""
-        scheduler = vllm_config.scheduler_config
-        if scheduler.scheduler_cls is not None:
-            raise MagicDecConfigError(
-                f"{METHOD}: num_speculative_tokens='auto' needs its own scheduler; remove "
-                "--scheduler-cls or use a number"
-            )
-        parallel = vllm_config.parallel_config
-        if (
-            parallel.distributed_executor_backend == "external_launcher"
-            and parallel.world_size_across_dp > 1
-        ):
-            # Every process then has its own scheduler, and all of them must make the same decisions.
-            raise MagicDecConfigError(
-                f"{METHOD}: num_speculative_tokens='auto' depends on times that each process measures, "
-                "and with the executor 'external_launcher' all processes must choose the same; use a number"
-            )
-        if self.profile is not None:
-            check_profile(self.profile, self)
-        by_length, most = captures_by_length(vllm_config), self.num_speculative_tokens
-        few = nested_lengths(most, max(2, scheduler.max_num_seqs))
-        every = (0, most) if self.draft_lookup == "on" else tuple(range(most + 1))
-        # Lookups on the device need separate graphs for each length.
-        self.choose_among(few if by_length or self.looks_up_on_device else every)
-        if by_length:
-            capture_every_length(vllm_config)
-        name = "MagicDecAsyncScheduler" if scheduler.async_scheduling else "MagicDecScheduler"
-        scheduler.scheduler_cls = f"vllm_magicdec.adaptive.scheduler.{name}"
+
+def adapt_vllm_method(spec: VllmMethodConfig, vllm_config: VllmConfig) -> None:
+    """Let a controller choose the drafts of one of vLLM's methods, or raise MagicDecConfigError."""
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        raise MagicDecConfigError(
+            f"{spec.name}: num_speculative_tokens='auto' is not possible with data parallelism, in which "
+            "vLLM's drafters must draft the same number on all ranks; use a number"
+        )
+    _use_controller(spec, vllm_config, range(spec.num_speculative_tokens + 1))
+    if spec.drafts_all or (vllm_config.use_v2_model_runner and spec.method in _FIXED_ON_V2):
+        logger.info_once(
+            "%s: vLLM always makes %d drafts with this method; 'auto' chooses how many are verified.",
+            spec.name,
+            spec.num_speculative_tokens,
+        )
+    elif spec.budget_tokens(1):
+        logger.info_once(
+            "%s: also a step without drafts runs vLLM's drafter once, to fill its KV cache.", spec.name
+        )
+
+
+def _use_controller(
+    spec: AdaptiveConfig, vllm_config: VllmConfig, lengths: Sequence[int], *, needs_graphs: bool = False
+) -> None:
+    """Use a scheduler whose controller chooses the number of draft tokens of every step.
+
+    Args:
+        lengths: numbers to choose from, ascending, where they cost nothing.
+        needs_graphs: whether each number costs CUDA graphs of its own, beside vLLM's.
+    """
+    scheduler = vllm_config.scheduler_config
+    if scheduler.scheduler_cls is not None:
+        raise MagicDecConfigError(
+            f"{spec.name}: num_speculative_tokens='auto' needs its own scheduler; remove "
+            "--scheduler-cls or use a number"
+        )
+    parallel = vllm_config.parallel_config
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size_across_dp > 1:
+        # Every process then has its own scheduler, and all of them must make the same decisions.
+        raise MagicDecConfigError(
+            f"{spec.name}: num_speculative_tokens='auto' depends on times that each process measures, "
+            "and with the executor 'external_launcher' all processes must choose the same; use a number"
+        )
+    by_length = captures_by_length(vllm_config)
+    if by_length or needs_graphs:
+        lengths = nested_lengths(spec.num_speculative_tokens, max(2, scheduler.max_num_seqs))
+    spec.choose_among(tuple(lengths))
+    if by_length:
+        capture_every_length(vllm_config)
+    name = "MagicDecAsyncScheduler" if scheduler.async_scheduling else "MagicDecScheduler"
+    scheduler.scheduler_cls = f"vllm_magicdec.adaptive.scheduler.{name}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from vllm.config import CUDAGraphMode, VllmConfig
 
-from vllm_magicdec.config import MagicDecSpeculativeConfig
+from vllm_magicdec.config import AdaptiveConfig
 
 
 def captures_by_length(vllm_config: VllmConfig) -> bool:
@@ -27,7 +27,7 @@ def capture_every_length(vllm_config: VllmConfig) -> None:
     those of `max_num_seqs` requests, and the nearest multiples for each number of drafts are added.
     """
     compilation, spec = vllm_config.compilation_config, vllm_config.speculative_config
-    assert isinstance(spec, MagicDecSpeculativeConfig)
+    assert isinstance(spec, AdaptiveConfig)
     positions = {length + 1 for length in (0, *spec.lengths)}
     common, max_size = math.lcm(*positions), compilation.max_cudagraph_capture_size
     sizes = set(compilation.cudagraph_capture_sizes)
@@ -41,7 +41,7 @@ def capture_every_length(vllm_config: VllmConfig) -> None:
 def find_missing_graphs(vllm_config: VllmConfig) -> Iterator[str]:
     """Yield a warning for each kind of step without full CUDA graphs, with the option to set."""
     compilation, spec = vllm_config.compilation_config, vllm_config.speculative_config
-    assert isinstance(spec, MagicDecSpeculativeConfig)
+    assert isinstance(spec, AdaptiveConfig)
     if not captures_by_length(vllm_config):
         return
     max_num_seqs = vllm_config.scheduler_config.max_num_seqs

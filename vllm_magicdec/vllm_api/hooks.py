@@ -18,21 +18,28 @@ from vllm.logger import init_logger
 
 from vllm_magicdec import envs
 from vllm_magicdec.config import (
+    AdaptiveConfig,
     MagicDecSpeculativeConfig,
+    VllmMethodConfig,
     check_given,
+    chooses_drafts,
     fit_adapters,
     refuse_misspelt_method,
     selects_magicdec,
 )
 from vllm_magicdec.errors import MagicDecConfigError
-from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig, reads_activations
+from vllm_magicdec.vllm_api.engine_config import (
+    EngineSpeculativeConfig,
+    adapt_vllm_method,
+    reads_activations,
+)
 from vllm_magicdec.vllm_api.hook import Hook, Wrap, after, before, in_words, instead
 
 logger = init_logger(f"vllm.{__name__}")
 
 
-def _constructs(subclass: Callable[[Any], type], selected: Callable[[dict[str, Any]], bool]) -> Wrap:
-    """Wrap `__new__` to construct `subclass(vllm_config)` if `selected(arguments)`.
+def _constructs(subclass: Callable[[dict[str, Any]], type | None]) -> Wrap:
+    """Wrap `__new__` to construct `subclass(arguments)`, or vLLM's class where that is None.
 
     `arguments` are the constructor's arguments by name. Python then runs the subclass's `__init__`. Another
     plugin may have wrapped `__new__` as well, or put a subclass of its own in the place of vLLM's class.
@@ -44,9 +51,9 @@ def _constructs(subclass: Callable[[Any], type], selected: Callable[[dict[str, A
         def __new__(cls: type, /, *args: Any, **kwargs: Any) -> Any:
             # The subclass checks keywords that vLLM's class does not have.
             positional = dict(zip(signature.parameters, args, strict=False))
-            given, made_cls = {**positional, **kwargs}, cls
-            if not cls.__module__.startswith("vllm_magicdec.") and selected(given):
-                made_cls = subclass(given.get("vllm_config"))
+            made_cls = cls
+            if not cls.__module__.startswith("vllm_magicdec."):
+                made_cls = subclass({**positional, **kwargs}) or cls
             made = (
                 object.__new__(made_cls)
                 if original is object.__new__
@@ -61,14 +68,20 @@ def _constructs(subclass: Callable[[Any], type], selected: Callable[[dict[str, A
     return wrap
 
 
-def _fields_select(fields: dict[str, Any]) -> bool:
+def _config_class(fields: dict[str, Any]) -> type | None:
     refuse_misspelt_method(fields)
-    return selects_magicdec(fields)
+    if selects_magicdec(fields):
+        return EngineSpeculativeConfig
+    return VllmMethodConfig if chooses_drafts(fields) else None
 
 
 def _engine_selects(arguments: dict[str, Any]) -> bool:
     vllm_config = arguments.get("vllm_config")
     return isinstance(getattr(vllm_config, "speculative_config", None), MagicDecSpeculativeConfig)
+
+
+def _has_counts(vllm_config: Any) -> bool:
+    return isinstance(vllm_config.speculative_config, AdaptiveConfig)
 
 
 def _v1_proposer() -> type:
@@ -77,10 +90,12 @@ def _v1_proposer() -> type:
     return MagicDecProposer
 
 
-def _proposer_class(vllm_config: Any) -> type:
+def _proposer_class(arguments: dict[str, Any]) -> type | None:
+    if not _engine_selects(arguments):
+        return None
     from vllm_magicdec.vllm_api.draft_models_v1 import proposer_class
 
-    return proposer_class(vllm_config)
+    return proposer_class(arguments["vllm_config"])
 
 
 def _v2_speculator() -> type:
@@ -131,6 +146,8 @@ def _check_configuration(original: Callable[..., Any], engine_args: Any, *args: 
     spec = vllm_config.speculative_config
     if isinstance(spec, EngineSpeculativeConfig):
         spec.verify_engine(vllm_config)
+    elif isinstance(spec, VllmMethodConfig):
+        adapt_vllm_method(spec, vllm_config)
     return vllm_config
 
 
@@ -231,7 +248,7 @@ def _update_draft_of(nothing: None, worker: Any) -> None:
 def _receive_with_output(
     outputs: Any, scheduler: Any, scheduler_output: Any, model_runner_output: Any
 ) -> Any:
-    if _engine_selects({"vllm_config": scheduler.vllm_config}):
+    if _has_counts(scheduler.vllm_config):
         from vllm_magicdec.vllm_api.counts import pass_on
         from vllm_magicdec.vllm_api.drafts_with_output import keep_drafts
 
@@ -250,6 +267,18 @@ def _use_received_drafts(original: Callable[..., Any], core: Any, model_executed
     original(core, model_executed)
 
 
+def _check_limit(*arguments: Any) -> None:
+    from vllm_magicdec.adaptive.request_limits import check_limit
+
+    check_limit(*arguments)
+
+
+def _drop_drafts(*arguments: Any, **options: Any) -> None:
+    from vllm_magicdec.adaptive.request_limits import drop_drafts
+
+    drop_drafts(*arguments, **options)
+
+
 def _attend_natively(vllm_config: Any, kv_cache_config: Any, device: Any) -> None:
     # Engines with a method of the plugin have the field `native_attention` instead.
     if not envs.native_attention() or device.type != "cpu" or _engine_selects({"vllm_config": vllm_config}):
@@ -261,6 +290,11 @@ def _attend_natively(vllm_config: Any, kv_cache_config: Any, device: Any) -> Non
 
 
 def _before_kv_cache_v1(runner: Any, kv_cache_config: Any, *_: Any, **__: Any) -> None:
+    spec = runner.vllm_config.speculative_config
+    if isinstance(spec, VllmMethodConfig) and spec.method == "ngram" and runner.device.type == "cpu":
+        from vllm_magicdec.vllm_api.runner_wrappers import bypass_rejection_sampler
+
+        bypass_rejection_sampler(runner)  # such a proposer keeps no state
     _check_drafter(runner, getattr(runner, "drafter", None), _v1_proposer)
     _attend_natively(runner.vllm_config, kv_cache_config, runner.device)
 
@@ -278,7 +312,7 @@ def _attend_natively_v2(
 
 
 def _export_counts(nothing: None, manager: Any, vllm_config: Any, *_: Any, **__: Any) -> None:
-    if _engine_selects({"vllm_config": vllm_config}):
+    if _has_counts(vllm_config):
         from vllm_magicdec.vllm_api.counts import add_logger
 
         add_logger(manager, vllm_config)
@@ -343,6 +377,18 @@ HOOKS_BESIDE_REGISTRY = (
         wrap=after(_receive_with_output),
     ),
     Hook.of(
+        "vllm.v1.engine.input_processor",
+        "InputProcessor._validate_params(self, params, supported_tasks)",
+        reason="a client gets a sentence for a limit of drafts that is none",
+        wrap=before(_check_limit),
+    ),
+    Hook.of(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.schedule(self, throttle_prefills)",
+        reason="a request may limit its drafts, in engines of every method",
+        wrap=before(_drop_drafts),
+    ),
+    Hook.of(
         "vllm.v1.metrics.loggers",
         "StatLoggerManager.__init__(self, vllm_config)",
         reason="the front end exports the counts beside vLLM's metrics",
@@ -375,13 +421,13 @@ HOOKS = (
         "vllm.config.speculative",
         "SpeculativeConfig.__new__",
         reason="vLLM's class has neither the plugin's methods nor its draft_kv_* fields",
-        wrap=_constructs(lambda _: EngineSpeculativeConfig, _fields_select),
+        wrap=_constructs(_config_class),
     ),
     Hook.of(
         "vllm.v1.spec_decode.draft_model",
         "DraftModelProposer.__new__",
         reason="the V1 runner drafts over a view of the KV cache",
-        wrap=_constructs(_proposer_class, _engine_selects),
+        wrap=_constructs(_proposer_class),
     ),
     Hook.of(
         "vllm.v1.worker.gpu.model_runner",

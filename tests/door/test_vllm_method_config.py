@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configurations of vLLM's own methods with `num_speculative_tokens: auto`."""
+
+import pickle
+
+import pytest
+from small_models import write_llama
+from test_config import configure
+from vllm.config.utils import replace
+
+from vllm_magicdec.config import VllmMethodConfig
+from vllm_magicdec.errors import MagicDecConfigError
+
+AUTO = {"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": "auto"}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return write_llama(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize(("fields", "most"), [({}, 8), ({"max_num_speculative_tokens": 5}, 5)])
+def test_a_controller_chooses_up_to_the_maximum(model_dir, fields, most):
+    config = configure(model_dir, {**AUTO, **fields})
+    spec = config.speculative_config
+    assert type(spec) is VllmMethodConfig and spec.method == "ngram"
+    assert spec.num_speculative_tokens == most
+    assert spec.lengths == tuple(range(most + 1))
+    assert spec.uses_dynamic_speculative_decoding()
+    assert "vllm_magicdec.adaptive.scheduler" in str(config.scheduler_config.scheduler_cls)
+    for copied in (replace(spec), pickle.loads(pickle.dumps(spec))):
+        assert (type(copied), copied.lengths, copied.adaptive) == (VllmMethodConfig, spec.lengths, True)
+
+
+def test_a_language_model_drafts(model_dir):
+    spec = configure(model_dir, {"model": model_dir, "num_speculative_tokens": "auto"}).speculative_config
+    assert type(spec) is VllmMethodConfig and spec.method == "draft_model"
+
+
+@pytest.mark.parametrize(
+    ("fields", "engine", "sentence"),
+    [
+        ({"draft_kv_budget": 64}, {}, "draft_kv_budget belongs to method='magicdec-self'"),
+        ({"num_speculative_tokens": 4, "max_num_speculative_tokens": 8}, {}, "max_num_speculative_tokens"),
+        ({"num_speculative_tokens_per_batch_size": [(1, 8, 2)]}, {}, "remove one of them"),
+        ({}, {"data_parallel_size": 2}, "is not possible with data parallelism"),
+        ({}, {"scheduler_cls": "a.B"}, "needs its own scheduler; remove --scheduler-cls"),
+        (
+            {"method": "extract_hidden_states", "draft_model_config": None},
+            {},
+            "is not possible with method='extract_hidden_states', which drafts nothing; use a number",
+        ),
+    ],
+)
+def test_what_is_not_possible_gets_one_sentence(model_dir, fields, engine, sentence):
+    with pytest.raises(MagicDecConfigError, match=sentence):
+        configure(model_dir, {**AUTO, **fields}, **engine)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`num_speculative_tokens: auto`: what the controller's scheduler reads, and vLLM's own methods with it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_magicdec.config.fields import DEFAULT_MAX_TOKENS, AdaptiveFields
+from vllm_magicdec.errors import MagicDecConfigError, quoted
+
+# Methods whose drafts differ in number between requests. They read no KV cache.
+_LOOKUP_METHODS = ("ngram", "ngram_gpu", "suffix")
+# Methods that accept only their maximum number; of their drafts, fewer are verified.
+_FIXED_METHODS = ("suffix", "custom_class")
+_REFUSED_METHODS = {
+    "extract_hidden_states": "drafts nothing",
+    "dspark": "drafts blocks of the length that it was trained with",
+}
+
+
+class AdaptiveConfig(AdaptiveFields):
+    """A speculative configuration of which a controller may choose the number of drafts."""
+
+    @property
+    def looks_up_on_host(self) -> bool:
+        """Whether workers replace the controller's choice by lookups round by round."""
+        return False
+
+    @property
+    def drafts_differ(self) -> bool:
+        """Whether the number of drafts may differ between the requests of a step."""
+        return self.looks_up_on_host or self.method in _LOOKUP_METHODS
+
+    @property
+    def drafts_all(self) -> bool:
+        """Whether the workers make `num_speculative_tokens` drafts, however many are chosen."""
+        return self.method in _FIXED_METHODS
+
+    @property
+    def name(self) -> str:
+        """Public name of the method."""
+        return str(self.method)
+
+    def budget_tokens(self, context: int) -> int:
+        """Return the maximum K/V entries that a draft step reads of a request with `context` tokens."""
+        return 0 if self.method in _LOOKUP_METHODS else context
+
+    def choose_among(self, lengths: tuple[int, ...]) -> None:
+        """Let the controller choose among `lengths`, and vLLM capture CUDA graphs for them.
+
+        vLLM captures full graphs for the lengths in its table from batch size to drafts. Each length gets a
+        batch size, the largest length first because sizes may not suffice. All larger batches get 0, so
+        that vLLM adds its usual graph sizes. The controller overrides the table.
+
+        Args:
+            lengths: ascending, 0 included.
+        """
+        self.lengths = lengths
+        *larger, least = sorted({0, *lengths}, reverse=True)
+        table = [(size, size, length) for size, length in enumerate(larger, start=1)]
+        self.num_speculative_tokens_per_batch_size = [*table, (len(larger) + 1, 2**20, least)]
+
+
+class VllmMethodConfig(AdaptiveConfig):
+    """vLLM's speculative configuration of one of its own methods, with a controller.
+
+    Raises:
+        MagicDecConfigError: `auto` is not possible with a field or the method.
+    """
+
+    def __init__(self, /, **given: Any) -> None:
+        fields = dict(given)
+        if chooses_drafts(given):
+            if fields.get("num_speculative_tokens_per_batch_size") is not None:
+                raise MagicDecConfigError(
+                    "'auto' leaves no use for num_speculative_tokens_per_batch_size; remove one of them"
+                )
+            most = fields.get("max_num_speculative_tokens") or DEFAULT_MAX_TOKENS
+            fields |= {"num_speculative_tokens": most, "adaptive": True}
+        super().__init__(**fields)
+        if (reason := _REFUSED_METHODS.get(self.name)) is not None:
+            raise MagicDecConfigError(
+                f"num_speculative_tokens='auto' is not possible with method={quoted(self.method)}, which "
+                f"{reason}; use a number"
+            )
+        if not self.lengths:  # a copy has them
+            self.choose_among(nested_lengths(self.num_speculative_tokens, self.num_speculative_tokens + 1))
+
+
+def chooses_drafts(given: Mapping[str, Any]) -> bool:
+    """Return whether the fields of a `SpeculativeConfig` ask for a controller."""
+    return given.get("num_speculative_tokens") == "auto"
+
+
+def nested_lengths(most: int, at_most: int) -> tuple[int, ...]:
+    """Return numbers of drafts whose CUDA graphs do not conflict: 0, 1, 3, 7, 15, ...
+
+    vLLM uses a graph only if the next captured number of tokens has the same number of drafts. Verifying
+    these takes 1, 2, 4, 8, ... tokens per request, so vLLM's sizes, multiples of 8, suit all of them.
+
+    Args:
+        most: upper bound of the numbers, at least 1.
+        at_most: how many to return, at least 2, evenly spread.
+    """
+    lengths = [2**power - 1 for power in range((most + 1).bit_length())]
+    at_most = min(at_most, len(lengths))
+    indices = (round(i * (len(lengths) - 1) / (at_most - 1)) for i in range(at_most))
+    return tuple(lengths[index] for index in indices)
