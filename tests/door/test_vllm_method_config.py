@@ -42,7 +42,9 @@ def test_a_language_model_drafts(model_dir):
     [
         ({"draft_kv_budget": 64}, {}, "draft_kv_budget belongs to method='magicdec-self'"),
         ({"num_speculative_tokens": 4, "max_num_speculative_tokens": 8}, {}, "max_num_speculative_tokens"),
-        ({"num_speculative_tokens_per_batch_size": [(1, 8, 2)]}, {}, "remove one of them"),
+        ({"num_speculative_tokens_per_batch_size": [(1, 8, 2)]}, {}, "both choose drafts; remove one"),
+        ({"enable_adaptive_verification": True}, {}, "both choose drafts; remove one"),
+        ({"parallel_drafting": True}, {}, "drafts in parallel the number"),
         ({}, {"data_parallel_size": 2}, "is not possible with data parallelism"),
         ({}, {"scheduler_cls": "a.B"}, "needs its own scheduler; remove --scheduler-cls"),
         (

@@ -18,7 +18,8 @@ LIMIT = "max_num_speculative_tokens"
 def limit_of(request: Request) -> int | None:
     """Return the drafts that a request takes at most; None: any number."""
     given = request.sampling_params and request.sampling_params.extra_args
-    return given.get(LIMIT) if given else None
+    limit = given.get(LIMIT) if given else None
+    return limit if isinstance(limit, int) else None  # checked, if vLLM's front end has read it
 
 
 def check_limit(processor: Any, params: Any, *_: Any) -> None:
@@ -33,7 +34,7 @@ def check_limit(processor: Any, params: Any, *_: Any) -> None:
 
 def drop_drafts(scheduler: Scheduler, *_: Any, **__: Any) -> None:
     """Drop the drafts beyond the limits of the running requests."""
-    if not scheduler.num_spec_tokens:
+    if scheduler.vllm_config.speculative_config is None:
         return
     for request in scheduler.running:
         limit = limit_of(request)

@@ -162,11 +162,12 @@ class _AdaptiveSpeculation(Scheduler):
         may_differ = self._spec.drafts_differ or limits != {None}
         is_decoding = len(decoding) == len(requests)
         verified = self._verified_per_request(output, may_differ) if is_decoding else None
-        choice = (
-            PLAIN  # nobody takes any
-            if limits == {0}
-            else self._controller.choose(len(requests), context_tokens, is_timed=verified is not None)
-        )
+        choice = PLAIN
+        if limits != {0}:
+            # Limited steps calibrate nothing.
+            is_timed = verified is not None and None in limits
+            choice = self._controller.choose(len(requests), context_tokens, is_timed=is_timed)
+            choice = self._lower(choice, limits)
         plan = self._controller.plan(choice)
         self._most_drafts = int(plan)
         if not self._spec.drafts_all:
@@ -186,6 +187,13 @@ class _AdaptiveSpeculation(Scheduler):
         self._latest, self._info = choice, RoundInfo(is_planned=self._controller.is_planned)
         if choice.drafts or self._spec.drafts_differ:
             self._made = choice
+
+    def _lower(self, choice: Choice, limits: Collection[int | None]) -> Choice:
+        """Return the choice, or the largest one that the requests' limits allow to any of them."""
+        if self._with_lookups or None in limits:  # with lookups the number is an upper bound
+            return choice
+        most = max(limit for limit in limits if limit is not None)
+        return Choice(max(n for n in (0, *self._spec.lengths) if n <= min(most, choice.drafts)))
 
     @override
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:

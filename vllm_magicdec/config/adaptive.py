@@ -4,16 +4,22 @@
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
 from vllm_magicdec.config.fields import DEFAULT_MAX_TOKENS, AdaptiveFields
+from vllm_magicdec.config.reasons import first_problem
 from vllm_magicdec.errors import MagicDecConfigError, quoted
 
-# Methods whose drafts differ in number between requests. They read no KV cache.
-_LOOKUP_METHODS = ("ngram", "ngram_gpu", "suffix")
+# Methods whose drafts differ in number between requests.
+_DIFFERING_METHODS = ("ngram", "suffix", "custom_class")
 # Methods that accept only their maximum number; of their drafts, fewer are verified.
-_FIXED_METHODS = ("suffix", "custom_class")
+_FIXED_METHODS = ("suffix", "custom_class", "medusa")
+# Methods without draft steps over a KV cache.
+_ONE_PASS_METHODS = (*_DIFFERING_METHODS, "medusa")
 _REFUSED_METHODS = {
     "extract_hidden_states": "drafts nothing",
     "dspark": "drafts blocks of the length that it was trained with",
+    "ngram_gpu": "drafts the number that it was compiled for",
 }
 
 
@@ -28,7 +34,7 @@ class AdaptiveConfig(AdaptiveFields):
     @property
     def drafts_differ(self) -> bool:
         """Whether the number of drafts may differ between the requests of a step."""
-        return self.looks_up_on_host or self.method in _LOOKUP_METHODS
+        return self.looks_up_on_host or self.method in _DIFFERING_METHODS
 
     @property
     def drafts_all(self) -> bool:
@@ -42,7 +48,7 @@ class AdaptiveConfig(AdaptiveFields):
 
     def budget_tokens(self, context: int) -> int:
         """Return the maximum K/V entries that a draft step reads of a request with `context` tokens."""
-        return 0 if self.method in _LOOKUP_METHODS else context
+        return 0 if self.method in _ONE_PASS_METHODS else context
 
     def choose_among(self, lengths: tuple[int, ...]) -> None:
         """Let the controller choose among `lengths`, and vLLM capture CUDA graphs for them.
@@ -70,20 +76,31 @@ class VllmMethodConfig(AdaptiveConfig):
     def __init__(self, /, **given: Any) -> None:
         fields = dict(given)
         if chooses_drafts(given):
-            if fields.get("num_speculative_tokens_per_batch_size") is not None:
-                raise MagicDecConfigError(
-                    "'auto' leaves no use for num_speculative_tokens_per_batch_size; remove one of them"
-                )
+            for name in ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification"):
+                if fields.get(name):
+                    raise MagicDecConfigError(
+                        f"num_speculative_tokens='auto' and {name} both choose drafts; remove one of them"
+                    )
             most = fields.get("max_num_speculative_tokens") or DEFAULT_MAX_TOKENS
             fields |= {"num_speculative_tokens": most, "adaptive": True}
-        super().__init__(**fields)
-        if (reason := _REFUSED_METHODS.get(self.name)) is not None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            problem = first_problem(error, str(given.get("method") or "speculative_config"))
+            hint = "; set max_num_speculative_tokens" if "num_speculative_tokens" in problem else ""
+            raise MagicDecConfigError(f"{problem}{hint}") from None
+        if (reason := self._refusal()) is not None:
             raise MagicDecConfigError(
                 f"num_speculative_tokens='auto' is not possible with method={quoted(self.method)}, which "
                 f"{reason}; use a number"
             )
         if not self.lengths:  # a copy has them
             self.choose_among(nested_lengths(self.num_speculative_tokens, self.num_speculative_tokens + 1))
+
+    def _refusal(self) -> str | None:
+        if self.parallel_drafting and self.method != "dflash":
+            return "drafts in parallel the number that vLLM fixes at start-up"
+        return _REFUSED_METHODS.get(self.name)
 
 
 def chooses_drafts(given: Mapping[str, Any]) -> bool:

@@ -317,10 +317,18 @@ def adapt_vllm_method(spec: VllmMethodConfig, vllm_config: VllmConfig) -> None:
             f"{spec.name}: num_speculative_tokens='auto' is not possible with data parallelism, in which "
             "vLLM's drafters must draft the same number on all ranks; use a number"
         )
+    is_v2 = vllm_config.use_v2_model_runner
+    if is_v2 and spec.use_multi_module_mtp():
+        raise MagicDecConfigError(
+            f"{spec.name}: num_speculative_tokens='auto' is not possible with several MTP modules, whose "
+            "KV caches assume that all drafts are verified; use a number"
+        )
     _use_controller(spec, vllm_config, range(spec.num_speculative_tokens + 1))
-    if spec.drafts_all or (vllm_config.use_v2_model_runner and spec.method in _FIXED_ON_V2):
+    # More drafts than those with graphs are of no use.
+    spec.num_speculative_tokens = spec.lengths[-1]
+    if spec.drafts_all or (is_v2 and spec.method in _FIXED_ON_V2):
         logger.info_once(
-            "%s: vLLM always makes %d drafts with this method; 'auto' chooses how many are verified.",
+            "%s: vLLM makes %d drafts in every step with this method; 'auto' chooses how many it verifies.",
             spec.name,
             spec.num_speculative_tokens,
         )
@@ -328,6 +336,8 @@ def adapt_vllm_method(spec: VllmMethodConfig, vllm_config: VllmConfig) -> None:
         logger.info_once(
             "%s: also a step without drafts runs vLLM's drafter once, to fill its KV cache.", spec.name
         )
+    for sentence in find_missing_graphs(vllm_config):
+        logger.info_once("%s: %s", spec.name, sentence)
 
 
 def _use_controller(

@@ -13,10 +13,12 @@ def captures_by_length(vllm_config: VllmConfig) -> bool:
     """Whether vLLM captures a full CUDA graph for every number of drafts and padded batch size.
 
     Each number of drafts then costs start-up time and memory. Elsewhere (CPUs, eager and piecewise engines,
-    and the V1 runner, where vLLM disables full graphs if that number varies) it costs nothing.
+    and the V1 runner, which captures none for other numbers) it costs nothing.
     """
     mode = vllm_config.compilation_config.cudagraph_mode
-    return bool(mode.decode_mode() == CUDAGraphMode.FULL and mode.separate_routine())
+    return vllm_config.use_v2_model_runner and bool(
+        mode.decode_mode() == CUDAGraphMode.FULL and mode.separate_routine()
+    )
 
 
 def capture_every_length(vllm_config: VllmConfig) -> None:

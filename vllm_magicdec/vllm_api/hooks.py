@@ -2,9 +2,9 @@
 """The functions of vLLM that the plugin wraps when vLLM loads it, as data.
 
 Each row of `HOOKS` states its target and the reason. Engines with other methods are not affected, except
-that they can have the attention kernel for CPUs. No file of vLLM is edited. If vLLM has a registry for
-out-of-tree speculators (see `patches/`), the plugin registers its classes there and installs only
-`HOOKS_BESIDE_REGISTRY`.
+that they can have the attention kernel for CPUs, `auto`, and limits of requests. No file of vLLM is edited.
+If vLLM has a registry for out-of-tree speculators (see `patches/`), the plugin registers its classes there
+and installs only `HOOKS_BESIDE_REGISTRY`.
 
 Engines with a method of the plugin later patch more: `attention/switch.py` wraps the attention of each
 layer, and `cpu_sampling.py`, `cpu_attention.py` and `cpu_llvmlite.py` fix vLLM on CPUs.
@@ -291,10 +291,12 @@ def _attend_natively(vllm_config: Any, kv_cache_config: Any, device: Any) -> Non
 
 def _before_kv_cache_v1(runner: Any, kv_cache_config: Any, *_: Any, **__: Any) -> None:
     spec = runner.vllm_config.speculative_config
-    if isinstance(spec, VllmMethodConfig) and spec.method == "ngram" and runner.device.type == "cpu":
+    is_stateless = isinstance(spec, VllmMethodConfig) and spec.method == "ngram"
+    # A target with recurrent state must be told of every step how many drafts were accepted.
+    if is_stateless and runner.device.type == "cpu" and not runner.model_config.is_hybrid:
         from vllm_magicdec.vllm_api.runner_wrappers import bypass_rejection_sampler
 
-        bypass_rejection_sampler(runner)  # such a proposer keeps no state
+        bypass_rejection_sampler(runner)
     _check_drafter(runner, getattr(runner, "drafter", None), _v1_proposer)
     _attend_natively(runner.vllm_config, kv_cache_config, runner.device)
 

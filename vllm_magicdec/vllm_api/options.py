@@ -55,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _number_or_auto(text: str) -> int | str:
-    """Parse a number of draft tokens or `auto`, which vLLM's own methods refuse."""
+    """Parse a number of draft tokens or `auto`."""
     if text == "auto":
         return text
     try:
