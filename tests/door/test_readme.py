@@ -6,12 +6,11 @@ Links within docs/ are checked by `mkdocs build --strict` (`make lint`).
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from vllm_magicdec.adaptive import metrics
-from vllm_magicdec.config import documented_fields
+from vllm_magicdec.config import MagicDecSpeculativeConfig, documented_fields
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/README.md"]
@@ -44,7 +43,9 @@ def test_every_field_is_documented():
 
 
 def test_exactly_the_exported_metrics_are_documented():
-    with_all = SimpleNamespace(draft_lookup="on", adaptive=True)
+    with_all = MagicDecSpeculativeConfig(
+        method="magicdec-self", draft_lookup="on", num_speculative_tokens="auto"
+    )
     counters, gauges = metrics.shown_metrics(with_all)
     shown = {f"vllm:magicdec_{name}_total" for name in (*counters, "failures")}
     shown |= {f"vllm:magicdec_{name}" for name in gauges}
