@@ -203,11 +203,9 @@ def generate(
     while llm.llm_engine.has_unfinished_requests():
         for output in llm.llm_engine.step():
             outputs[output.request_id].append(output.outputs[0])
-    rounds = [len(own) - 1 for own in outputs.values()]
-    drafted = [len(own[-1].token_ids) - len(own) for own in outputs.values()]
     counts = Counts(
-        rounds=rounds,
-        accepted=drafted,
+        rounds=[len(own) - 1 for own in outputs.values()],
+        accepted=[len(own[-1].token_ids) - len(own) for own in outputs.values()],
         accepted_by_position=[b - a for a, b in zip(before, read_counters(llm), strict=True)],
     )
     return counts, [own[-1].text for own in outputs.values()]
@@ -251,11 +249,10 @@ def table_of(records: Sequence[Mapping[str, Any]]) -> Table:
 
 def weights_table_of(measured: Mapping[str, Sequence[Result]], gamma: int) -> Table:
     """Return a table with a column per draft weights and temperature."""
-    kinds = list(dict.fromkeys((r.temperature, r.weights) for own in measured.values() for r in own))
+    found = dict.fromkeys((r.temperature, r.weights) for own in measured.values() for r in own)
+    kinds = sorted(found, key=lambda kind: kind[0])  # weights stay in their order
     title = f"acceptance length, {gamma} drafts; ± standard error"
-    columns = [
-        f"{weights}{f', T = {t:g}' if t else ''}" for t, weights in sorted(kinds, key=lambda k: k[0])
-    ]
+    columns = [f"{weights}{f', T = {t:g}' if t else ''}" for t, weights in kinds]
     table = make_table(title, ["budget", *columns], ["model", "policy"])
     for model, results in measured.items():
         for policy, budget in dict.fromkeys((r.policy, r.budget) for r in results):
@@ -265,7 +262,7 @@ def weights_table_of(measured: Mapping[str, Sequence[Result]], gamma: int) -> Ta
                 for r in results
                 if (r.policy, r.budget) == (policy, budget)
             }
-            cells = (lengths.get(kind, "") for kind in sorted(kinds, key=lambda k: k[0]))
+            cells = (lengths.get(kind, "") for kind in kinds)
             table.add_row(model, policy, str(budget), *cells)
     return table
 

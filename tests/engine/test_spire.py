@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A SPIRe draft (a `model` trained by `magicdec train-draft`) follows its equations, losslessly.
 
-Nobody has trained the drafts of the equations: they are the target's last blocks with noise.
+The drafts of the equations are untrained: they are the target's last blocks with noise.
 """
 
 import engines

@@ -5,17 +5,18 @@ It works with every method: the scheduler drops the drafts beyond the limit befo
 the target verifies as many drafts of each request as were scheduled.
 """
 
-from typing import Any
-
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request
+from typing import TYPE_CHECKING, Any
 
 from vllm_magicdec.errors import quoted
+
+if TYPE_CHECKING:  # the front end reads this module too
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
 
 LIMIT = "max_num_speculative_tokens"
 
 
-def limit_of(request: Request) -> int | None:
+def limit_of(request: "Request") -> int | None:
     """Return the drafts that a request takes at most; None: any number."""
     given = request.sampling_params and request.sampling_params.extra_args
     limit = given.get(LIMIT) if given else None
@@ -32,7 +33,7 @@ def check_limit(processor: Any, params: Any, *_: Any) -> None:
         )
 
 
-def drop_drafts(scheduler: Scheduler, *_: Any, **__: Any) -> None:
+def drop_drafts(scheduler: "Scheduler", *_: Any, **__: Any) -> None:
     """Drop the drafts beyond the limits of the running requests."""
     if scheduler.vllm_config.speculative_config is None:
         return

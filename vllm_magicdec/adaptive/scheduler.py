@@ -171,7 +171,7 @@ class _AdaptiveSpeculation(Scheduler):
         plan = self._controller.plan(choice)
         self._most_drafts = int(plan)
         if not self._spec.drafts_all:
-            output.num_spec_tokens_to_schedule = plan if self._is_own_method else int(plan)
+            output.num_spec_tokens_to_schedule = plan if self._is_own_method else self._most_drafts
         drafted = self._latest if self._drafts_come_late else choice
         self._newest = self._in_flight[id(output)] = _InFlight(
             began=self.clock(),
@@ -189,7 +189,7 @@ class _AdaptiveSpeculation(Scheduler):
             self._made = choice
 
     def _lower(self, choice: Choice, limits: Collection[int | None]) -> Choice:
-        """Return the choice, or the largest one that the requests' limits allow to any of them."""
+        """Return the largest choice, up to this one, that some request's limit allows."""
         if self._with_lookups or None in limits:  # with lookups the number is an upper bound
             return choice
         most = max(limit for limit in limits if limit is not None)

@@ -11,12 +11,7 @@ vLLM's own methods keep theirs, with a controller if `num_speculative_tokens` is
 against each other, `refusals.py` refuses models and layouts, and `reasons.py` shortens library errors.
 """
 
-from vllm_magicdec.config.adaptive import (
-    AdaptiveConfig,
-    VllmMethodConfig,
-    chooses_drafts,
-    nested_lengths,
-)
+from vllm_magicdec.config.adaptive import AdaptiveConfig, VllmMethodConfig, nested_lengths
 from vllm_magicdec.config.fields import (
     DEFAULT_MAX_TOKENS,
     MODEL_FIELDS,
@@ -28,6 +23,7 @@ from vllm_magicdec.config.fields import (
 from vllm_magicdec.config.given import (
     check_field_names,
     check_given,
+    chooses_drafts,
     drafts_with_adapters,
     fit_adapters,
     refuse_misspelt_method,

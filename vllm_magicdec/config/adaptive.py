@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`num_speculative_tokens: auto`: what the controller's scheduler reads, and vLLM's own methods with it."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
 from vllm_magicdec.config.fields import DEFAULT_MAX_TOKENS, AdaptiveFields
+from vllm_magicdec.config.given import chooses_drafts
 from vllm_magicdec.config.reasons import first_problem
 from vllm_magicdec.errors import MagicDecConfigError, quoted
 
@@ -101,11 +101,6 @@ class VllmMethodConfig(AdaptiveConfig):
         if self.parallel_drafting and self.method != "dflash":
             return "drafts in parallel the number that vLLM fixes at start-up"
         return _REFUSED_METHODS.get(self.name)
-
-
-def chooses_drafts(given: Mapping[str, Any]) -> bool:
-    """Return whether the fields of a `SpeculativeConfig` ask for a controller."""
-    return given.get("num_speculative_tokens") == "auto"
 
 
 def nested_lengths(most: int, at_most: int) -> tuple[int, ...]:

@@ -26,6 +26,11 @@ def selects_magicdec(speculative_fields: Mapping[str, Any]) -> bool:
     return METHOD in (method, model) or method == MODEL_METHOD
 
 
+def chooses_drafts(speculative_fields: Mapping[str, Any]) -> bool:
+    """Return whether the fields of a `SpeculativeConfig` ask for a controller."""
+    return speculative_fields.get("num_speculative_tokens") == "auto"
+
+
 def refuse_misspelt_method(speculative_fields: Mapping[str, Any]) -> None:
     """Raise MagicDecConfigError for a misspelt method, which vLLM would take for a model's name."""
     for name in ("method", "model"):
@@ -77,7 +82,7 @@ def _refuse_own_fields(given: Mapping[object, object]) -> None:
     refuse_misspelt_method(fields)
     known_to_vllm = {f.name for f in dataclass_fields(SpeculativeConfig)}
     own = [name for name in fields if name in user_fields() and name not in known_to_vllm]
-    if fields.get("num_speculative_tokens") == "auto":
+    if chooses_drafts(fields):
         own = [name for name in own if name != "max_num_speculative_tokens"]
         if fields.get("method") is None and fields.get("model") is None:
             own.append("num_speculative_tokens='auto'")
@@ -208,7 +213,7 @@ def resolve_auto(given: Mapping[str, Any]) -> dict[str, Any]:
             "a fraction of the context such as 0.06"
         )
     fields = dict(given)
-    if given.get("num_speculative_tokens") == "auto":
+    if chooses_drafts(given):
         del fields["num_speculative_tokens"]
         fields["adaptive"] = True
     if isinstance(given.get("draft_lookup_sources"), str):
