@@ -38,9 +38,35 @@ def test_a_language_model_drafts(model_dir):
 
 
 @pytest.mark.parametrize(
+    ("budget", "tokens"),
+    [(256, 256), (0.5, 2048), (4, None)],  # of a context of 4,096
+)
+def test_a_draft_with_a_kv_cache_may_have_a_window(model_dir, budget, tokens):
+    fields = {"method": "draft_model", "model": model_dir, "num_speculative_tokens": 4}
+    fields |= {"draft_kv_budget": budget}
+    if tokens is None:
+        with pytest.raises(
+            MagicDecConfigError, match="draft_model: draft_kv_budget=4 is below one KV page"
+        ):
+            configure(model_dir, fields)
+        return
+    config = configure(model_dir, fields)
+    spec = config.speculative_config
+    assert type(spec) is VllmMethodConfig and not spec.adaptive
+    assert config.scheduler_config.scheduler_cls is None
+    assert spec.budget_tokens(4096) == spec.window(32, 4096).max_tokens == tokens
+    assert pickle.loads(pickle.dumps(spec)).draft_kv_budget == budget
+
+
+@pytest.mark.parametrize(
     ("fields", "engine", "sentence"),
     [
-        ({"draft_kv_budget": 64}, {}, "draft_kv_budget belongs to method='magicdec-self'"),
+        (
+            {"draft_kv_budget": 64},
+            {},
+            "draft_kv_budget is not possible with method='ngram', which does not draft token by token over",
+        ),
+        ({"draft_kv_sink": 4}, {}, "draft_kv_sink belongs to method='magicdec-self'"),
         ({"num_speculative_tokens": 4, "max_num_speculative_tokens": 8}, {}, "max_num_speculative_tokens"),
         ({"num_speculative_tokens_per_batch_size": [(1, 8, 2)]}, {}, "both choose drafts; remove one"),
         ({"enable_adaptive_verification": True}, {}, "both choose drafts; remove one"),

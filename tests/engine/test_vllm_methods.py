@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`auto` and limits of requests with vLLM's own methods: greedy output equals plain decoding's."""
-
-import json
+"""`auto`, windows and limits of requests with vLLM's own methods: greedy output equals plain decoding's."""
 
 import engines
 import pytest
-import torch
-from draft_engines import V2_ENGINE, WHOLE_LEN, on_v2
+from draft_engines import TINY_DRAFT, V2_ENGINE, V2_TOKENS, WHOLE_LEN, few, on_v2
 from engines import SPEC_METRIC, magicdec
-from greedy import GREEDY, assert_same_tokens
-from safetensors.torch import load_file, save_file
+from greedy import GREEDY, assert_same_tokens, first_tokens
+from small_heads import write_eagle3, write_mtp
 
 pytestmark = pytest.mark.extended
 
 MAX_DRAFTS = 5
-TINY_DRAFT = engines.HERE.parent / "benchmarks" / "tiny-draft"
+HEADS = {"eagle3": write_eagle3, "mtp": write_mtp}
+WINDOW = {"draft_kv_budget": 96, "draft_kv_sink": 1}  # three pages
+WINDOW_LINE = "a draft step reads at most 96 tokens (1 sink + 2 window pages of 32) of the draft's KV cache"
 LIMITS = (None, 0, 2)  # of requests, in turn
 # vLLM 0.32 cannot start another engine in a process that has looked up n-grams; the core is in it.
 OWN_PROCESS = {"own_process": True, "env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
@@ -23,49 +22,32 @@ SCHEDULE = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "num_gpu_blocks_ov
 
 
 @pytest.fixture(scope="module")
-def eagle3_head(tmp_path_factory) -> str:
-    """An EAGLE-3 head that passes on the target's activations, so that some of its drafts are accepted."""
-    folder = tmp_path_factory.mktemp("eagle3")
-    config = json.loads((engines.MODEL / "config.json").read_text())
-    target = load_file(engines.MODEL / "model.safetensors")
-    hidden, size = config["hidden_size"], config["head_dim"]
-    inner, vocab_size = config["intermediate_size"], config["vocab_size"]
-    queries, kv = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
-    shapes = {
-        "self_attn.q_proj": (queries, 2 * hidden),
-        "self_attn.k_proj": (kv, 2 * hidden),
-        "self_attn.v_proj": (kv, 2 * hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    generator = torch.Generator().manual_seed(0)
-    weights = {
-        f"midlayer.{name}.weight": 0.01 * torch.randn(shape, generator=generator)
-        for name, shape in shapes.items()
-    }
-    norms = ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm")
-    weights |= {f"{name}.weight": torch.ones(hidden) for name in norms}
-    weights["norm.weight"] = target["model.norm.weight"].float()
-    weights["lm_head.weight"] = target["model.embed_tokens.weight"].float().clone()
-    weights["fc.weight"] = torch.cat([torch.zeros(hidden, 2 * hidden), torch.eye(hidden)], dim=1)
-    save_file(weights, folder / "model.safetensors")
-    head = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "dtype": "float32"}
-    head |= {"draft_vocab_size": vocab_size, "tie_word_embeddings": False}
-    head |= {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}
-    (folder / "config.json").write_text(json.dumps({**config, **head}))
-    return str(folder)
+def engine_of(tmp_path_factory):
+    """Return the model and speculative config of an engine by method."""
+    written = {}
+
+    def engine(method: str, **fields: object) -> dict:
+        if method in HEADS and method not in written:
+            written[method] = HEADS[method](tmp_path_factory.mktemp(method))
+        own = {
+            "ngram": {"prompt_lookup_min": 2, "prompt_lookup_max": 4},
+            "draft_model": {"model": str(TINY_DRAFT)},
+            "eagle3": {"model": written.get("eagle3")},
+            "mtp": {},  # the target has the module
+        }
+        auto = {"num_speculative_tokens": "auto", "max_num_speculative_tokens": MAX_DRAFTS}
+        spec = {"method": method, **own[method], **auto, **fields}
+        target = {"model": written["mtp"]} if method == "mtp" else {}
+        return {**target, "speculative_config": spec}
+
+    return engine
 
 
-def fields_of(method: str, eagle3_head: str) -> dict:
-    own = {
-        "ngram": {"prompt_lookup_min": 2, "prompt_lookup_max": 4},
-        "draft_model": {"model": str(TINY_DRAFT)},
-        "eagle3": {"model": eagle3_head},
-    }
-    auto = {"num_speculative_tokens": "auto", "max_num_speculative_tokens": MAX_DRAFTS}
-    return {"method": method, **own[method], **auto}
+@pytest.fixture(scope="module")
+def repetitive() -> tuple[list[list[int]], list[dict]]:
+    """Prompts that plain decoding goes on repeating, as the heads of small_heads.py draft, and answers."""
+    prompts = [[token] * length for token, length in ((66, 300), (353, 200), (588, 250))]
+    return prompts, engines.generate(prompts, GREEDY, max_num_seqs=4).results[0][0]
 
 
 def limited(batch: dict) -> dict:
@@ -90,8 +72,8 @@ def assert_unchanged(run: engines.EngineRun, expected: list[dict], what: str) ->
     assert run.accepted < run.drafted
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle3"])
-def test_greedy_output_is_unchanged_by_any_number_of_drafts(prompts, plain, eagle3_head, method):
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle3", "mtp"])
+def test_greedy_output_is_unchanged_by_any_number_of_drafts(prompts, plain, engine_of, method):
     chosen = range(0, len(prompts), 2)
     batch = {"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}
     run = engines.run(
@@ -99,31 +81,51 @@ def test_greedy_output_is_unchanged_by_any_number_of_drafts(prompts, plain, eagl
         max_model_len=WHOLE_LEN,
         **SCHEDULE,
         **OWN_PROCESS,
-        speculative_config=fields_of(method, eagle3_head),
+        **engine_of(method, **(WINDOW if method != "ngram" else {})),
     )
     assert not run.v2_runner and run.preemptions > 0 and run.accepted > 0
+    assert (WINDOW_LINE in run.log) == (method != "ngram")
     assert_unchanged(run, [plain[i] for i in chosen], method)
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
-def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain, eagle3_head, method):
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "mtp"])
+def test_greedy_output_is_unchanged_on_the_v2_runner(prompts, plain, repetitive, engine_of, method):
     batch, expected = on_v2(prompts, plain)
+    more, answers = repetitive
+    batch["prompts"] += more
+    expected += [first_tokens(answer, V2_TOKENS) for answer in answers]
     run = engines.run(
         [("generate_with_random_schedule", {"batches": [batch, limited(batch)], "seed": 1})],
         **V2_ENGINE,
-        speculative_config=fields_of(method, eagle3_head),
+        **engine_of(method, **WINDOW),
     )
-    assert run.v2_runner
-    assert run.accepted > 0 or method == "eagle3"  # of the head's few drafts
+    assert run.v2_runner and run.accepted > 0 and WINDOW_LINE in run.log
     assert_unchanged(run, expected, f"V2 runner, {method}")
 
 
+@pytest.mark.parametrize("v2", [False, True])
+def test_a_draft_reads_no_more_than_its_window(prompts, plain, v2):
+    """The target itself drafts as plain decoding does if the window holds the context, else not."""
+    batch, expected = few(prompts, plain, number=4, least=200, below=600, tokens=24)
+    spec = {"method": "draft_model", "model": str(engines.MODEL), "num_speculative_tokens": 4}
+    shares = {}
+    for budget in (640, 96):
+        run = engines.run(
+            [("generate", {"batches": [batch]})],
+            **{**V2_ENGINE, "v2": v2},
+            speculative_config={**spec, "draft_kv_budget": budget},
+        )
+        assert_same_tokens(expected, run.results[0][0], f"window of {budget}")
+        assert f"a draft step reads at most {budget} tokens" in run.log
+        shares[budget] = run.accepted / run.drafted
+    assert shares[96] < 0.8 < 0.95 < shares[640]
+
+
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle3"])
-def test_the_controller_drafts_and_reports(prompts, plain, eagle3_head, method):
-    run = engines.generate(
-        prompts, GREEDY, max_num_seqs=8, speculative_config=fields_of(method, eagle3_head), **OWN_PROCESS
-    )
-    assert_same_tokens(plain, run.results[0][0], f"auto, {method}")
+def test_the_controller_drafts_and_reports(prompts, plain, repetitive, engine_of, method):
+    more, answers = repetitive
+    run = engines.generate([*prompts, *more], GREEDY, max_num_seqs=8, **engine_of(method), **OWN_PROCESS)
+    assert_same_tokens([*plain, *answers], run.results[0][0], f"auto, {method}")
     assert run.accepted > 0
     assert run.metrics["vllm:magicdec_achieved_speedup"] > 0
     assert "choose 0 to 5 drafts for every step" in run.log

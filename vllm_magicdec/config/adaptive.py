@@ -1,14 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`num_speculative_tokens: auto`: what the controller's scheduler reads, and vLLM's own methods with it."""
+"""`num_speculative_tokens: auto`: what the controller's scheduler reads of a speculative configuration."""
 
-from typing import Any
-
-from pydantic import ValidationError
-
-from vllm_magicdec.config.fields import DEFAULT_MAX_TOKENS, AdaptiveFields
-from vllm_magicdec.config.given import chooses_drafts
-from vllm_magicdec.config.reasons import first_problem
-from vllm_magicdec.errors import MagicDecConfigError, quoted
+from vllm_magicdec.config.fields import AdaptiveFields
 
 # Methods whose drafts differ in number between requests.
 _DIFFERING_METHODS = ("ngram", "suffix", "custom_class")
@@ -16,11 +9,6 @@ _DIFFERING_METHODS = ("ngram", "suffix", "custom_class")
 _FIXED_METHODS = ("suffix", "custom_class", "medusa")
 # Methods without draft steps over a KV cache.
 _ONE_PASS_METHODS = (*_DIFFERING_METHODS, "medusa")
-_REFUSED_METHODS = {
-    "extract_hidden_states": "drafts nothing",
-    "dspark": "drafts blocks of the length that it was trained with",
-    "ngram_gpu": "drafts the number that it was compiled for",
-}
 
 
 class AdaptiveConfig(AdaptiveFields):
@@ -64,43 +52,6 @@ class AdaptiveConfig(AdaptiveFields):
         *larger, least = sorted({0, *lengths}, reverse=True)
         table = [(size, size, length) for size, length in enumerate(larger, start=1)]
         self.num_speculative_tokens_per_batch_size = [*table, (len(larger) + 1, 2**20, least)]
-
-
-class VllmMethodConfig(AdaptiveConfig):
-    """vLLM's speculative configuration of one of its own methods, with a controller.
-
-    Raises:
-        MagicDecConfigError: `auto` is not possible with a field or the method.
-    """
-
-    def __init__(self, /, **given: Any) -> None:
-        fields = dict(given)
-        if chooses_drafts(given):
-            for name in ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification"):
-                if fields.get(name):
-                    raise MagicDecConfigError(
-                        f"num_speculative_tokens='auto' and {name} both choose drafts; remove one of them"
-                    )
-            most = fields.get("max_num_speculative_tokens") or DEFAULT_MAX_TOKENS
-            fields |= {"num_speculative_tokens": most, "adaptive": True}
-        try:
-            super().__init__(**fields)
-        except ValidationError as error:
-            problem = first_problem(error, str(given.get("method") or "speculative_config"))
-            hint = "; set max_num_speculative_tokens" if "num_speculative_tokens" in problem else ""
-            raise MagicDecConfigError(f"{problem}{hint}") from None
-        if (reason := self._refusal()) is not None:
-            raise MagicDecConfigError(
-                f"num_speculative_tokens='auto' is not possible with method={quoted(self.method)}, which "
-                f"{reason}; use a number"
-            )
-        if not self.lengths:  # a copy has them
-            self.choose_among(nested_lengths(self.num_speculative_tokens, self.num_speculative_tokens + 1))
-
-    def _refusal(self) -> str | None:
-        if self.parallel_drafting and self.method != "dflash":
-            return "drafts in parallel the number that vLLM fixes at start-up"
-        return _REFUSED_METHODS.get(self.name)
 
 
 def nested_lengths(most: int, at_most: int) -> tuple[int, ...]:

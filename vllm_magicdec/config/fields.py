@@ -66,6 +66,17 @@ class AdaptiveFields(SpeculativeConfig):
 
 
 @config
+class VllmMethodFields(AdaptiveFields):
+    """Fields that the plugin adds to vLLM's own methods."""
+
+    draft_kv_budget: float | None = Field(default=None, gt=0, le=_MOST_TOKENS)
+    """As for the plugin's methods, for a draft with a KV cache of its own: attention sinks and the recent
+    window. None: the whole cache."""
+    draft_kv_sink: int = Field(default=4, ge=0, le=_MOST_TOKENS)
+    """As for the plugin's methods."""
+
+
+@config
 class MagicDecFields(AdaptiveFields):
     """Fields of `MagicDecSpeculativeConfig`, as a pydantic dataclass."""
 

@@ -31,6 +31,11 @@ def chooses_drafts(speculative_fields: Mapping[str, Any]) -> bool:
     return speculative_fields.get("num_speculative_tokens") == "auto"
 
 
+def extends_method(speculative_fields: Mapping[str, Any]) -> bool:
+    """Return whether the fields of one of vLLM's methods ask for a controller or a window."""
+    return chooses_drafts(speculative_fields) or speculative_fields.get("draft_kv_budget") is not None
+
+
 def refuse_misspelt_method(speculative_fields: Mapping[str, Any]) -> None:
     """Raise MagicDecConfigError for a misspelt method, which vLLM would take for a model's name."""
     for name in ("method", "model"):
@@ -82,13 +87,17 @@ def _refuse_own_fields(given: Mapping[object, object]) -> None:
     refuse_misspelt_method(fields)
     known_to_vllm = {f.name for f in dataclass_fields(SpeculativeConfig)}
     own = [name for name in fields if name in user_fields() and name not in known_to_vllm]
-    if chooses_drafts(fields):
-        own = [name for name in own if name != "max_num_speculative_tokens"]
-        if fields.get("method") is None and fields.get("model") is None:
-            own.append("num_speculative_tokens='auto'")
+    method, model = fields.get("method"), fields.get("model")
+    if method is not None or model is not None:
+        # Fields that the plugin adds to vLLM's methods.
+        added = ["max_num_speculative_tokens"] if chooses_drafts(fields) else []
+        if fields.get("draft_kv_budget") is not None:
+            added += ["draft_kv_budget", "draft_kv_sink"]
+        own = [name for name in own if name not in added]
+    elif chooses_drafts(fields):
+        own.append("num_speculative_tokens='auto'")
     if not own:
         return
-    method, model = fields.get("method"), fields.get("model")
     needed = METHOD if model is None else MODEL_METHOD
     if method is None:
         raise MagicDecConfigError(f"{own[0]} belongs to method={needed!r}; add that")

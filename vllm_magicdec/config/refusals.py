@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.spire.settings import SpireSettings
 
-_SPARSE_MLA_FIELDS = ("index_topk", "compress_ratios")  # of a Hugging Face configuration
+SPARSE_MLA_FIELDS = ("index_topk", "compress_ratios")  # of a Hugging Face configuration
 
 
 def check_model(model: ModelConfig, instead: str = "serve it without speculation") -> None:
@@ -28,7 +28,7 @@ def check_model(model: ModelConfig, instead: str = "serve it without speculation
             "models that take more than a token at every step (Voxtral realtime) are not supported; "
             f"{instead}"
         )
-    if model.use_mla and any(hasattr(model.hf_text_config, name) for name in _SPARSE_MLA_FIELDS):
+    if model.use_mla and any(hasattr(model.hf_text_config, name) for name in SPARSE_MLA_FIELDS):
         raise ValueError(
             "sparse MLA models (DeepSeek-V3.2 and V4, GLM-5) are not supported because their attention "
             "reads few tokens already, however long the context; use vLLM's 'mtp' method"

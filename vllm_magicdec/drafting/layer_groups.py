@@ -29,8 +29,8 @@ class LayerGroup:
     reach: Reach | None  # None for the whole context
 
 
-def _is_readable(spec: KVCacheSpec) -> bool:
-    """Whether each token has its own K/V, and its page is kept as long as a query can attend to it."""
+def is_readable(spec: KVCacheSpec) -> bool:
+    """Return whether each token has its own K/V, which are kept as long as a query can attend to them."""
     if type(spec) is MLAAttentionSpec:  # sparse attention uses subclasses, or these fields
         return spec.tokens_per_state == 1 and not spec.is_index_group_leader
     return type(spec) in (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
@@ -65,7 +65,7 @@ def find_layer_groups(
             spec = group.kv_cache_spec
             if isinstance(spec, UniformTypeKVCacheSpecs):
                 spec = spec.kv_cache_specs[name]
-            if not _is_readable(spec):
+            if not is_readable(spec):
                 raise MagicDecConfigError(
                     f"{METHOD} cannot draft over the KV cache of layer {name} ({type(spec).__name__}); "
                     "serve the model without speculation"

@@ -311,7 +311,26 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
 
 
 def adapt_vllm_method(spec: VllmMethodConfig, vllm_config: VllmConfig) -> None:
-    """Let a controller choose the drafts of one of vLLM's methods, or raise MagicDecConfigError."""
+    """Check what the plugin adds to one of vLLM's methods, and let a controller choose the drafts.
+
+    Raises:
+        MagicDecConfigError: an addition is not possible with the engine.
+    """
+    parallel = vllm_config.parallel_config
+    if spec.draft_kv_budget is not None:
+        if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+            raise MagicDecConfigError(
+                f"{spec.name}: draft_kv_budget is not possible with context parallelism, which splits KV "
+                "pages between GPUs; remove it"
+            )
+        cache = vllm_config.cache_config
+        if cache.user_specified_block_size:  # else vLLM may still choose
+            spec.window(cache.block_size, vllm_config.model_config.max_model_len)
+    if spec.adaptive:
+        _choose_drafts(spec, vllm_config)
+
+
+def _choose_drafts(spec: VllmMethodConfig, vllm_config: VllmConfig) -> None:
     if vllm_config.parallel_config.data_parallel_size > 1:
         raise MagicDecConfigError(
             f"{spec.name}: num_speculative_tokens='auto' is not possible with data parallelism, in which "

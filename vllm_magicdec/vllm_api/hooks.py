@@ -22,7 +22,7 @@ from vllm_magicdec.config import (
     MagicDecSpeculativeConfig,
     VllmMethodConfig,
     check_given,
-    chooses_drafts,
+    extends_method,
     fit_adapters,
     refuse_misspelt_method,
     selects_magicdec,
@@ -72,7 +72,7 @@ def _config_class(fields: dict[str, Any]) -> type | None:
     refuse_misspelt_method(fields)
     if selects_magicdec(fields):
         return EngineSpeculativeConfig
-    return VllmMethodConfig if chooses_drafts(fields) else None
+    return VllmMethodConfig if extends_method(fields) else None
 
 
 def _engine_selects(arguments: dict[str, Any]) -> bool:
@@ -81,7 +81,8 @@ def _engine_selects(arguments: dict[str, Any]) -> bool:
 
 
 def _has_counts(vllm_config: Any) -> bool:
-    return isinstance(vllm_config.speculative_config, AdaptiveConfig)
+    spec = vllm_config.speculative_config
+    return isinstance(spec, AdaptiveConfig) and (spec.adaptive or not isinstance(spec, VllmMethodConfig))
 
 
 def _v1_proposer() -> type:
@@ -106,10 +107,20 @@ def _v2_speculator() -> type:
 
 def _make_speculator(original: Callable[..., Any], vllm_config: Any, device: Any, req_states: Any) -> Any:
     if not _engine_selects({"vllm_config": vllm_config}):
-        return original(vllm_config, device, req_states)
+        speculator = original(vllm_config, device, req_states)
+        if _wants_window(vllm_config):
+            from vllm_magicdec.vllm_api.draft_window import window_speculator
+
+            window_speculator(speculator, vllm_config)
+        return speculator
     from vllm_magicdec.vllm_api.draft_models_v2 import make_speculator
 
     return make_speculator(vllm_config, device, req_states)
+
+
+def _wants_window(vllm_config: Any) -> bool:
+    spec = vllm_config.speculative_config
+    return isinstance(spec, VllmMethodConfig) and spec.draft_kv_budget is not None
 
 
 def _add_options(parser: Any, *_: Any) -> Any:
@@ -297,7 +308,12 @@ def _before_kv_cache_v1(runner: Any, kv_cache_config: Any, *_: Any, **__: Any) -
         from vllm_magicdec.vllm_api.runner_wrappers import bypass_rejection_sampler
 
         bypass_rejection_sampler(runner)
-    _check_drafter(runner, getattr(runner, "drafter", None), _v1_proposer)
+    drafter = getattr(runner, "drafter", None)  # None in the first stages of a pipeline
+    if drafter is not None and _wants_window(runner.vllm_config):
+        from vllm_magicdec.vllm_api.draft_window import window_proposer
+
+        window_proposer(drafter, runner.vllm_config)
+    _check_drafter(runner, drafter, _v1_proposer)
     _attend_natively(runner.vllm_config, kv_cache_config, runner.device)
 
 

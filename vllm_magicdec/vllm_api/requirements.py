@@ -86,6 +86,7 @@ _NAMES = {
     "vllm.v1.worker.block_table": "BlockTable .block_table .get_device_tensor(num_reqs)",
     "vllm.v1.worker.utils": """
         AttentionGroup .create_metadata_builders(vllm_config, device, kernel_block_size)
+        .get_metadata_builder ._with_kernel_block_table(common_attn_metadata, ubatch_idx)
         .build_metadata_for_drafting(common_attn_metadata, draft_index)
         .supports_draft_decode_metadata_update .update_draft_decode_metadata(attn_metadata)
     """,
