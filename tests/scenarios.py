@@ -252,8 +252,11 @@ def _noise(width: int, height: int, seed: int, frames: int = 0) -> Any:
 
 def _sampling_params(fields: dict[str, Any]) -> Any:
     from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
 
-    return SamplingParams(**fields)
+    grammar = fields.get("structured_outputs")
+    own = {} if grammar is None else {"structured_outputs": StructuredOutputsParams(**grammar)}
+    return SamplingParams(**{**fields, **own})
 
 
 def _describe(output: Any) -> dict[str, Any]:

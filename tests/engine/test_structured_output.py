@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grammars that begin or end inside drafted tokens: greedy output equals plain decoding's."""
+
+import engines
+import pytest
+from draft_engines import V2_ENGINE, WHOLE_LEN
+from engines import magicdec
+from greedy import GREEDY, assert_same_tokens
+
+pytestmark = pytest.mark.extended
+
+PLUGIN = engines.HERE / "reasoning_until_newline.py"
+REASONING = {"reasoning_parser": "until_newline", "reasoning_parser_plugin": str(PLUGIN)}
+GRAMMARS = ({"regex": r"(yes|no), [0-9]{3,9}"}, {"choice": ["import os", "return None"]}, None)
+AUTO = {"num_speculative_tokens": "auto", "max_num_speculative_tokens": 5}
+SPECS = {
+    "magicdec-self": magicdec("auto", max_num_speculative_tokens=5, draft_kv_budget=128),
+    "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4, **AUTO},
+}
+
+
+def batch_of(prompts: list[list[int]]) -> dict:
+    sampling = [
+        {**GREEDY, "ignore_eos": False, **({"structured_outputs": grammar} if grammar else {})}
+        for grammar in (GRAMMARS[index % len(GRAMMARS)] for index in range(len(prompts)))
+    ]
+    return {"prompts": prompts, "sampling": sampling}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["answer", "after reasoning"])
+def constrained(request, prompts):
+    """Return settings, a batch and plain decoding's answers; grammars begin at once, or after a line."""
+    settings = {"structured_outputs_config": REASONING} if request.param else {}
+    batch = batch_of([prompt for prompt in prompts if len(prompt) < 600][:9])
+    run = engines.run([("generate", {"batches": [batch]})], max_model_len=WHOLE_LEN, **settings)
+    (plain,) = run.results[0]
+    texts = [answer["completions"][0]["text"] for answer in plain]
+    begun = [
+        text
+        for text in texts[::3]
+        if ("\n" in text or not request.param) and ("yes," in text or "no," in text)
+    ]
+    assert begun, texts
+    return settings, batch, plain
+
+
+@pytest.mark.parametrize("method", SPECS)
+def test_grammars_beside_a_changing_number_of_drafts(constrained, method):
+    settings, batch, plain = constrained
+    run = engines.run(
+        [("generate_with_random_schedule", {"batches": [batch], "seed": 2})],
+        max_model_len=WHOLE_LEN,
+        max_num_seqs=4,
+        own_process=method == "ngram",
+        env={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        speculative_config=SPECS[method],
+        **settings,
+    )
+    assert_same_tokens(plain, run.results[0]["batches"][0], method)
+    assert run.accepted > 0
+
+
+def test_grammars_on_the_v2_runner(constrained):
+    settings, batch, plain = constrained
+    run = engines.run(
+        [("generate_with_random_schedule", {"batches": [batch], "seed": 3})],
+        **V2_ENGINE,
+        speculative_config=SPECS["magicdec-self"],
+        **settings,
+    )
+    assert run.v2_runner and run.accepted > 0
+    assert_same_tokens(plain, run.results[0]["batches"][0], "V2 runner")
