@@ -84,11 +84,15 @@ suite-in-turns-drafts suite 27 --in-turns --methods plain draft_model magicdec-s
     magicdec-draft_model magicdec-draft_model-auto magicdec-spire magicdec-spire-auto
     --num-gpu-blocks-override 4600
 auto-kv-heavy.json auto 30 --batch 1 4 8 --pairs 7
+auto-ngram.json auto 12 --method ngram --batch 1 4 8 --context 1000 7000 --pairs 7
+auto-draft-model.json auto 12 --method draft_model --batch 1 4 8 --context 1000 7000 --pairs 7
+auto-suffix.json auto 12 --method suffix --batch 1 4 8 --context 1000 7000 --pairs 7
 lookups-tiny-llama.json lookups 5 --model {tiny_llama} --batch 4 --context 1000 7000 --budget 512
 lookups-kv-heavy.json lookups 12 --batch 1 4
 lookups-kv-heavy-batch-8.json lookups 14 --batch 8 --contenders fixed auto-off auto
 lookups-sampled.json lookups 4 --model {tiny_llama} --batch 8 --context 1000 7000 --tokens 192 --turns 7
     --temperature 1 --contenders plain auto-off auto
+draft-window.json draft_window 15
 confidence.json confidence 4
 datastore.json datastore 4
 datastore-tekken.json datastore 4 --model tekken

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare `auto` with plain decoding and fixed numbers of drafts, cell by cell.
 
-Two engines run at the same time: plain vLLM, and magicdec-self with `auto`. On every cell (batch x context)
+Two engines run at the same time: plain vLLM, and a method with `auto`. On every cell (batch x context)
 they take turns: plain, the second engine with its controller pinned to each fixed choice, and with the
 controller free. One turn of `auto` comes before the turns that count, as in a server's first seconds; the
 JSON file has it as `first`. Timing is that of decode.py.
@@ -35,6 +35,7 @@ from common.tables import console, make_table
 from kv_heavy import KV_HEAVY, model_folder
 from rich.table import Table
 from scipy.stats import binom
+from suite import TINY_DRAFT, speculations
 
 from vllm_magicdec.adaptive.controller import Controller
 from vllm_magicdec.adaptive.value import Choice
@@ -212,8 +213,10 @@ def cells_of(record: Mapping[str, Any]) -> list[Cell]:
 
 def title_of(record: Mapping[str, Any]) -> str:
     engine, spec = record["engine"], record["speculative_config"]
-    policy = f"budget {spec['draft_kv_budget']} ({spec['draft_kv_policy']})"
-    return f"{engine['model']}, {engine['dtype']}, auto (at most {max(FIXED)} drafts), {policy}"
+    drafter = spec["method"]
+    if "draft_kv_budget" in spec:
+        drafter += f", budget {spec['draft_kv_budget']} ({spec['draft_kv_policy']})"
+    return f"{engine['model']}, {engine['dtype']}, auto (at most {max(FIXED)} drafts), {drafter}"
 
 
 def table_of(record: Mapping[str, Any]) -> Table:
@@ -260,12 +263,14 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
 def run(args: argparse.Namespace, model: str) -> None:
     spec = {
         "method": "magicdec-self",
-        "num_speculative_tokens": "auto",
         "draft_lookup": "off",  # else it would do what no fixed number does; lookups.py has that
         "draft_kv_policy": args.policy,
         "draft_kv_budget": args.budget,
         **({"profile": str(args.profile)} if args.profile else {}),
     }
+    if args.method != spec["method"]:
+        spec = speculations(max(FIXED), args.budget, str(args.draft_model or TINY_DRAFT))[args.method]
+    spec |= {"num_speculative_tokens": "auto", "max_num_speculative_tokens": max(FIXED)}
     model_len = max(args.context) + 2 * MAX_TOKENS + 2 * PAGE
     # As served: the model computes in a process of its own, on the threads that vLLM gives it there.
     settings = engine_settings(
@@ -275,7 +280,7 @@ def run(args: argparse.Namespace, model: str) -> None:
         "auto",
         args.model,
         settings,
-        speculative_config={**spec, "profile": bool(args.profile)},
+        speculative_config={**spec, **({"profile": True} if args.profile else {})},
         seconds=args.seconds,
         turns=args.turns,
         pairs=args.pairs,
@@ -299,6 +304,10 @@ def main() -> None:
     add_model(parser, default=KV_HEAVY)
     add_cells(parser, batch=[1, 2, 4, 8], context=[100, 2048, 16000])
     parser.add_argument("--seconds", type=float, default=4, help="of plain decoding in a turn, about")
+    parser.add_argument(
+        "--method", default="magicdec-self", choices=["magicdec-self", "ngram", "suffix", "draft_model"]
+    )
+    parser.add_argument("--draft-model", help="folder or name, for --method draft_model (default: shipped)")
     parser.add_argument("--policy", default="streamingllm")
     parser.add_argument("--budget", type=float, default=512.0, help="of the draft")
     parser.add_argument("--profile", type=Path, help="a file of 'magicdec profile'")

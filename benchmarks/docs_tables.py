@@ -25,6 +25,7 @@ import confidence
 import datastore
 import decode
 import draft_weights
+import draft_window
 import kernel_share
 import lookups
 import native_attention
@@ -47,6 +48,7 @@ _TABLE_OF = {
     "datastore": lambda records: datastore.table_of(*records),
     "decode": decode.table_of,
     "draft_weights": draft_weights.table_of,
+    "draft_window": draft_window.table_of,
     "kernel_share": lambda records: kernel_share.table_of(*records),
     "lookups": lookups.table_of,
     "native_attention": lambda records: native_attention.page_table_of(*records),
