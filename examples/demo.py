@@ -17,6 +17,7 @@ servers run one after the other and decode the batch once.
 import argparse
 import asyncio
 import itertools
+import os
 import random
 import shlex
 import signal
@@ -398,12 +399,12 @@ def requests_to(server: Server) -> Iterator[None]:
 
 
 async def read_prompts(
-    client: AsyncOpenAI, name: str, model: str, prompts: Sequence[Prompt], bars: Bars
+    client: AsyncOpenAI, server: Server, name: str, model: str, prompts: Sequence[Prompt], bars: Bars
 ) -> None:
     """Fill the server's prefix cache."""
     started = time.monotonic()
     num_tokens = 0
-    with bars.bar(f"{name}: reading prompts", total=len(prompts)) as update:
+    with requests_to(server), bars.bar(f"{name}: reading prompts", total=len(prompts)) as update:
         for done, prompt in enumerate(prompts):
             update(completed=done, detail=f"{done} of {len(prompts)}, {num_tokens:,} tokens")
             send = stream_completion if done else stream_chat
@@ -451,12 +452,13 @@ async def measure(
         for name, server in servers.items():
             client = AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=3600, max_retries=0)
             clients[name] = await stack.enter_async_context(client)
-            with requests_to(server):
-                await read_prompts(client, name, model, prompts, bars)
-                with bars.bar(f"{name}: answering a chat"):
-                    results[name] = Measurement(
-                        await stream_chat(client, model, chat_prompt, max_tokens), []
-                    )
+        await asyncio.gather(
+            *(read_prompts(clients[name], servers[name], name, model, prompts, bars) for name in servers)
+        )
+        for name, server in servers.items():
+            with requests_to(server), bars.bar(f"{name}: answering a chat"):
+                chat = await stream_chat(clients[name], model, chat_prompt, max_tokens)
+            results[name] = Measurement(chat, [])
         for turn in range(NUM_TURNS if len(servers) > 1 else 1):
             for name, server in servers.items():
                 await asyncio.sleep(IDLE_SPIN_S)
@@ -553,9 +555,11 @@ def run_servers(
     """
     with ExitStack() as stack:
         servers = {}
-        for name, command in commands.items():
+        for core, (name, command) in enumerate(commands.items()):
             console.print(f"$ vllm serve {shlex.join(command)}", markup=False, style="bold")
-            servers[name] = stack.enter_context(launch(*command))
+            # Of two cores vLLM leaves one to the servers' other processes: both would compute on the same.
+            own = {"VLLM_CPU_OMP_THREADS_BIND": str(core)} if len(commands) == os.cpu_count() == 2 else {}
+            servers[name] = stack.enter_context(launch(*command, environment=own))
         wait_until_healthy(servers, bars)
         model = next(iter(commands.values()))[0]
         return asyncio.run(measure(servers, model, prompts, max_tokens, bars))
