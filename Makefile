@@ -68,7 +68,7 @@ docs-models: venv  ## docs/models.md, from what the tests expect of every family
 test: lint tree  ## lint, then the fixed list of tests, 15 to 20 minutes on 2 cores (VLLM=..., KERNELS=...)
 	$(PYTEST) -m "not extended and not gpu" $(ARGS)
 
-test-all: lint tree  ## lint, then every test that needs no GPU, by estimate 80 minutes on 2 cores (ARGS="tests/models": families of models)
+test-all: lint tree  ## lint, then every test that needs no GPU, 105 minutes on 2 cores of a Zen 3 (ARGS="tests/models": families of models)
 	$(PYTEST) -m "not gpu" $(ARGS)
 
 test-fast: lint tree  ## lint, then those of the fixed list that start no engine, 6 minutes
@@ -80,7 +80,7 @@ test-gpu: venv  ## the tests that need a CUDA device
 soak: venv  ## an hour of traffic, bad input, faults and kills against a server (ARGS="--minutes 4 --out soak.json")
 	@PYTHONPATH=tests $(RUN) -m soak $(ARGS)
 
-bench: venv  ## every speculative method of vLLM against magicdec, as servers (ARGS="--quick": two minutes)
+bench: venv  ## every speculative method of vLLM against magicdec, as servers (ARGS="--quick": four minutes)
 	@"$(PYTHON)" .ci/setup_venv.py --suffix-decoding
 	@$(RUN) benchmarks/suite.py $(ARGS)
 

@@ -149,7 +149,7 @@ def test_arguments_can_be_resolved_again(model_dir):
         ({"draft_kv_budget": 64}, "draft_kv_budget belongs to method='magicdec-self'; add that"),
         ({"draft-kv-budget": 64}, "draft_kv_budget belongs to method='magicdec-self'; add that"),
         ({"num_speculative_tokens": "auto"}, "='auto' belongs to method='magicdec-self'; add that"),
-        ({"model": "org/draft", "draft_kv_budget": 64}, "belongs to method='magicdec'; add that"),
+        ({"model": "org/draft", "draft_lookup": "on"}, "belongs to method='magicdec'; add that"),
         ({"method": "ngram", "num_speculative_tokens": 2, "draft_lookup": "on"}, "or remove draft_lookup"),
         ({"method": "magicdec_self", "draft_kv_budget": 64}, "did you mean 'magicdec-self'?"),
         ({"method": "eagle", "model": METHOD, "num_speculative_tokens": 2}, "remove method='eagle'"),
