@@ -117,8 +117,9 @@ def split_step(llm: Any, prompts: list[list[int]], num_tokens: int) -> dict[str,
     while batch.step():
         num_steps += 1
     step_ms = 1000 * (time.perf_counter() - started) / num_steps
-    (parts,) = llm.collective_rpc(take_parts)
+    (totals,) = llm.collective_rpc(take_parts)
     batch.abort()
+    parts = {part: total / num_steps for part, total in totals.items()}
     return {**parts, "other": step_ms - sum(parts.values())}
 
 
@@ -146,7 +147,7 @@ def run(args: argparse.Namespace, model: str) -> None:
         # Each engine has its own KV cache, in which a document's questions share its pages.
         num_gpu_blocks_override=max(cell.num_pages(args.tokens) for cell in cells.values()),
     )
-    record = engine_record("draft_weights", args.model, settings, options=settings_of(args))
+    record = engine_record("draft_weights", args.model, settings, options=settings_of(args, "parts"))
     record |= {"cells": list(cells), "contenders": chosen, "results": {}}
     with ExitStack() as stack:
         engines = {name: stack.enter_context(engine(settings, spec)) for name, spec in chosen.items()}

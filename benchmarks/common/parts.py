@@ -18,7 +18,6 @@ class PartTimers:
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
-        self.num_steps = 0
         self._open: list[str] = []
         self._since = 0.0
         self._phase = "target"
@@ -80,19 +79,12 @@ def install_part_timers(worker: Any) -> None:
     if drafter is not None:
         drafter._sample_draft_tokens = timers.timed("sampling", drafter._sample_draft_tokens)
         drafter.propose = timers.drafting(drafter.propose)
-    execute_model = timers.timed("runner", worker.execute_model)
-
-    def count_and_execute(*args: Any, **kwargs: Any) -> Any:
-        timers.num_steps += 1
-        return execute_model(*args, **kwargs)
-
-    worker.execute_model = count_and_execute
+    worker.execute_model = timers.timed("runner", worker.execute_model)
     worker.sample_tokens = timers.timed("runner", worker.sample_tokens)
 
 
 def take_parts(worker: Any) -> dict[str, float]:
-    """Return the milliseconds per step since the last call, by phase and part."""
+    """Return the milliseconds since the last call, by phase and part."""
     timers = worker.part_timers
-    steps, seconds = max(1, timers.num_steps), timers.seconds
-    timers.num_steps, timers.seconds = 0, Counter()
-    return {part: 1000 * value / steps for part, value in seconds.items()}
+    seconds, timers.seconds = timers.seconds, Counter()
+    return {part: 1000 * value for part, value in seconds.items()}
