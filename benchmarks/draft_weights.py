@@ -109,7 +109,10 @@ def parts_table_of(records: Sequence[dict[str, Any]]) -> Table:
 
 
 def split_step(llm: Any, prompts: list[list[int]], num_tokens: int) -> dict[str, float]:
-    """Return the milliseconds of a step by part; `other`: scheduler, detokenisation and transport."""
+    """Return the milliseconds of a step by part; `other`: scheduler, detokenisation and transport.
+
+    The worker may be a step ahead of the engine's last one, so that `other` lacks up to a step's share.
+    """
     batch = Batch(llm, prompts, num_tokens)
     batch.step()
     llm.collective_rpc(take_parts)
