@@ -18,6 +18,15 @@ from vllm_magicdec.views.tensors import ceil_div, has_kernels, on_device
 _TABLE_TOKENS = 128  # block tables are as wide as a multiple of these
 
 
+def table_width(num_pages: int, page_size: int) -> int:
+    """Return the columns of a block table of at least `num_pages` pages.
+
+    As wide as vLLM's own: some kernels (FlashInfer's for MLA) want whole multiples of 128 tokens.
+    """
+    unit = _TABLE_TOKENS // math.gcd(_TABLE_TOKENS, page_size)
+    return ceil_div(num_pages, unit) * unit
+
+
 @dataclass(frozen=True)
 class PageBudget(Budget):
     """Pages of one request that a draft step may read. Without recent pages none is selected."""
@@ -161,9 +170,7 @@ class PageViews(Views):
         self._lens = torch.zeros((max_num_steps, max_num_reqs), dtype=torch.int32, device=device)
         max_pages = policy.budget.max_entries
         self._max_len = policy.budget.max_tokens
-        # As wide as vLLM's own: some kernels (FlashInfer's for MLA) want whole multiples of 128 tokens.
-        unit = _TABLE_TOKENS // math.gcd(_TABLE_TOKENS, self._page_size)
-        shape = (max_num_reqs, ceil_div(max_pages, unit) * unit)
+        shape = (max_num_reqs, table_width(max_pages, self._page_size))
         self._block_table = torch.zeros(shape, dtype=torch.int32, device=device)
 
     @override

@@ -22,13 +22,11 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_magicdec.config import VllmMethodConfig
 from vllm_magicdec.drafting.layer_groups import is_readable
 from vllm_magicdec.errors import MagicDecConfigError
-from vllm_magicdec.views.pages import PageBudget
+from vllm_magicdec.views.pages import PageBudget, table_width
 from vllm_magicdec.views.tensors import ceil_div
 from vllm_magicdec.vllm_api.hook import after
 
 logger = init_logger(f"vllm.{__name__}")
-
-_TABLE_TOKENS = 128  # some kernels want block tables of whole multiples of these
 
 
 class DraftWindow:
@@ -56,9 +54,7 @@ class DraftWindow:
     def _width(self, queries: int) -> int:
         """Columns of the block table of a pass with at most `queries` queries per request."""
         page = self._budget.unit
-        columns = self._budget.max_entries + ceil_div(queries - 1, page)
-        unit = max(1, _TABLE_TOKENS // page)
-        return ceil_div(columns, unit) * unit
+        return table_width(self._budget.max_entries + ceil_div(queries - 1, page), page)
 
     def of(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
         """Return the metadata of a pass over the window."""
