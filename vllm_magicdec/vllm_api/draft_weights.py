@@ -235,7 +235,7 @@ class PackedConfig(QuantizationConfig):
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, LinearBase):
             return PackedLinear(self.bits)
-        return PackedUnembedding(self.bits) if isinstance(layer, ParallelLMHead) else None
+        return PackedUnembedding() if isinstance(layer, ParallelLMHead) else None
 
     @override
     def get_name(self) -> Any:
@@ -282,10 +282,13 @@ class PackedLinear(LinearMethodBase):
 
 
 class PackedUnembedding(UnquantizedEmbeddingMethod):
-    """An unembedding with packed weights, beside the target's own weights."""
+    """An unembedding with packed weights of 8 bits, beside the target's own weights.
 
-    def __init__(self, bits: int) -> None:
-        self._bits = bits
+    With 4 bits it would choose another token than the target more often than all other layers together
+    (SmolLM2: 17 % of the tokens, 3 % for the others).
+    """
+
+    _bits = 8
 
     @override
     def process_weights_after_loading(self, layer: nn.Module) -> None:
