@@ -15,15 +15,10 @@ from vllm.tokenizers import cached_tokenizer_from_config, get_tokenizer
 from vllm.utils.math_utils import round_up
 
 from vllm_magicdec.adaptive.profiles import check_profile
-from vllm_magicdec.config import (
-    DEFAULT_MAX_TOKENS,
-    AdaptiveConfig,
-    MagicDecSpeculativeConfig,
-    VllmMethodConfig,
-    default_of,
-    drafts_with_adapters,
-    nested_lengths,
-)
+from vllm_magicdec.config import AdaptiveConfig, MagicDecSpeculativeConfig, VllmMethodConfig
+from vllm_magicdec.config.adaptive import nested_lengths
+from vllm_magicdec.config.fields import DEFAULT_MAX_TOKENS, default_of
+from vllm_magicdec.config.given import drafts_with_adapters
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
 from vllm_magicdec.lookup.datastore_files import Vocabulary
 from vllm_magicdec.lookup.datastore_files import check as check_datastore

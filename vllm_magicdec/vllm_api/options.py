@@ -5,21 +5,13 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from types import TracebackType
 from typing import Any
 
-from pydantic.fields import FieldInfo
 from vllm.config.utils import get_attr_docs
 
-from vllm_magicdec.config import (
-    MagicDecFields,
-    check_field_names,
-    documented_fields,
-    refuse_misspelt_method,
-    selects_magicdec,
-    user_fields,
-)
+from vllm_magicdec.config.fields import MagicDecFields, default_of, documented_fields, user_fields
+from vllm_magicdec.config.given import check_field_names, refuse_misspelt_method, selects_magicdec
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError, quoted
 
 
@@ -92,15 +84,12 @@ def _checked_fields(parse: Any) -> Callable[[str], Any]:
 def _help_text() -> str:
     """Return one paragraph, because vLLM's help pages show only the first of a group."""
     docs = get_attr_docs(MagicDecFields)
-    defaults = {f.name: f.default for f in fields(MagicDecFields)}
     sentences = [
         "Draft with the served model itself over a sparse view of its KV cache: --speculative-model "
         f"{METHOD}. Fields of --speculative-config for this method (or --speculative-config.FIELD VALUE):"
     ]
     for name in documented_fields():
-        default = defaults[name]
-        value = default.default if isinstance(default, FieldInfo) else default
-        sentences.append(f"{name} (default {value}): {' '.join(docs[name].split())}")
+        sentences.append(f"{name} (default {default_of(name)}): {' '.join(docs[name].split())}")
     others = [name for name in user_fields() if name not in documented_fields()]
     sentences.append(f"It also takes vLLM's own {', '.join(others)}.")
     return " ".join(sentences).replace("%", "%%")
