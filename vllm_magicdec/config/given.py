@@ -8,8 +8,8 @@ from typing import Any
 
 from vllm.config import SpeculativeConfig
 
+from vllm_magicdec.config.adaptive import DEFAULT_MAX_TOKENS
 from vllm_magicdec.config.fields import (
-    DEFAULT_MAX_TOKENS,
     ENGINE_FIELDS,
     MODEL_FIELDS,
     PRIVATE_FIELDS,
@@ -157,8 +157,7 @@ def check_field_names(given: Mapping[str, Any]) -> None:
     allowed = user_fields()
     if given.get("method") == MODEL_METHOD or given.get("has_draft_model"):
         allowed = (*allowed, *sorted(MODEL_FIELDS))
-    known_to_vllm = {f.name for f in dataclass_fields(SpeculativeConfig)}
-    defaults = {f.name: f.default for f in dataclass_fields(SpeculativeConfig)}
+    vllm_defaults = {f.name: f.default for f in dataclass_fields(SpeculativeConfig)}
     is_copy = given.keys() >= PRIVATE_FIELDS
     for name, value in given.items():
         if name in allowed and name not in SWITCHES and isinstance(value, bool):
@@ -167,8 +166,8 @@ def check_field_names(given: Mapping[str, Any]) -> None:
             )
         if name in allowed or (name in ENGINE_FIELDS and (is_copy or name not in PRIVATE_FIELDS)):
             continue
-        if name in known_to_vllm:
-            default = getattr(defaults[name], "default", defaults[name])
+        if name in vllm_defaults:
+            default = getattr(vllm_defaults[name], "default", vllm_defaults[name])
             # vllm.config.utils.replace() passes every field, most at their default.
             if value == default:
                 continue

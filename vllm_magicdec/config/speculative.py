@@ -11,8 +11,8 @@ from typing_extensions import override
 from vllm.config import SpeculativeConfig, VllmConfig
 
 from vllm_magicdec import files
-from vllm_magicdec.config.adaptive import AdaptiveConfig, nested_lengths
-from vllm_magicdec.config.fields import DEFAULT_MAX_TOKENS, VIEW_FIELDS, MagicDecFields, default_of
+from vllm_magicdec.config.adaptive import DEFAULT_MAX_TOKENS, nested_lengths
+from vllm_magicdec.config.fields import VIEW_FIELDS, MagicDecFields, default_of
 from vllm_magicdec.config.given import check_field_names, check_method, name_of, resolve_auto
 from vllm_magicdec.config.reasons import first_problem, is_config_error, one_line
 from vllm_magicdec.config.refusals import (
@@ -29,7 +29,7 @@ from vllm_magicdec.policies.sinks_and_window import SinksAndWindow
 from vllm_magicdec.spire.settings import SpireError, SpireSettings, served_settings
 
 
-class MagicDecSpeculativeConfig(MagicDecFields, AdaptiveConfig):
+class MagicDecSpeculativeConfig(MagicDecFields):
     """vLLM's speculative configuration for the methods `magicdec-self` and `magicdec`.
 
     Raises:

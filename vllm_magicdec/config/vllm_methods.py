@@ -5,8 +5,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from vllm_magicdec.config.adaptive import AdaptiveConfig, nested_lengths
-from vllm_magicdec.config.fields import DEFAULT_MAX_TOKENS, VllmMethodFields, default_of
+from vllm_magicdec.config.adaptive import DEFAULT_MAX_TOKENS, nested_lengths
+from vllm_magicdec.config.fields import VllmMethodFields, default_of
 from vllm_magicdec.config.given import chooses_drafts
 from vllm_magicdec.config.reasons import first_problem
 from vllm_magicdec.config.refusals import SPARSE_MLA_FIELDS
@@ -23,7 +23,7 @@ _FIXED_NUMBER = {
 _WINDOW_METHODS = ("draft_model", "eagle", "eagle3", "mtp")
 
 
-class VllmMethodConfig(VllmMethodFields, AdaptiveConfig):
+class VllmMethodConfig(VllmMethodFields):
     """vLLM's speculative configuration of one of its own methods, with what the plugin adds.
 
     Raises:

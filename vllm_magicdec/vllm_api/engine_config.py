@@ -16,8 +16,8 @@ from vllm.utils.math_utils import round_up
 
 from vllm_magicdec.adaptive.profiles import check_profile
 from vllm_magicdec.config import AdaptiveConfig, MagicDecSpeculativeConfig, VllmMethodConfig
-from vllm_magicdec.config.adaptive import nested_lengths
-from vllm_magicdec.config.fields import DEFAULT_MAX_TOKENS, default_of
+from vllm_magicdec.config.adaptive import DEFAULT_MAX_TOKENS, nested_lengths
+from vllm_magicdec.config.fields import default_of
 from vllm_magicdec.config.given import drafts_with_adapters
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
 from vllm_magicdec.lookup.datastore_files import Vocabulary
@@ -233,7 +233,7 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
 
     def _check_datastores(self, vllm_config: VllmConfig) -> None:
         model = vllm_config.model_config
-        if not self.datastores or self.draft_lookup == "off":
+        if not self.datastores:
             return
         vocabulary = None
         if not model.skip_tokenizer_init:
