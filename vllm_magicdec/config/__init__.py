@@ -8,9 +8,9 @@ draft model (`has_draft_model`), and so provides lookahead slots, padded batches
 vLLM's own methods keep theirs, with a controller or a window over the draft's KV cache where the user asks
 for them (`vllm_methods.py`).
 
-`fields.py` and `adaptive.py` declare fields, `given.py` checks user input before pydantic, `speculative.py`
-checks fields against each other, `refusals.py` refuses models and layouts, and `reasons.py` shortens library
-errors.
+`fields.py` and `adaptive.py` declare fields. `given.py` checks user input before pydantic, `speculative.py`
+checks fields against each other, `refusals.py` refuses models and layouts, and `reasons.py` shortens errors
+of libraries.
 """
 
 from vllm_magicdec.config.adaptive import AdaptiveConfig

@@ -8,13 +8,11 @@ from typing import Any
 
 from vllm.config import SpeculativeConfig
 
-from vllm_magicdec.config.adaptive import DEFAULT_MAX_TOKENS
 from vllm_magicdec.config.fields import (
     ENGINE_FIELDS,
     MODEL_FIELDS,
     PRIVATE_FIELDS,
     SWITCHES,
-    default_of,
     user_fields,
 )
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError, quoted
@@ -104,44 +102,6 @@ def _refuse_own_fields(given: Mapping[object, object]) -> None:
     raise MagicDecConfigError(
         f"{own[0]} belongs to method={needed!r}; use that instead of method={quoted(method)}, or remove "
         f"{own[0].split('=')[0]}"
-    )
-
-
-def drafts_with_adapters(max_num_seqs: int, max_num_batched_tokens: int) -> int:
-    """Return the drafts per round for which vLLM's limits of a step suffice, as it demands with LoRA."""
-    return max_num_batched_tokens // max_num_seqs - 1
-
-
-def fit_adapters(given: Mapping[str, Any], max_num_seqs: int, max_num_batched_tokens: int) -> int | None:
-    """Return the `max_num_speculative_tokens` with which vLLM accepts `auto` with LoRA.
-
-    Args:
-        given: fields, options included.
-
-    Returns:
-        None if the given number fits, or is not one.
-
-    Raises:
-        MagicDecConfigError: it does not fit; says which option to set to what.
-    """
-    fitting = drafts_with_adapters(max_num_seqs, max_num_batched_tokens)
-    field = "num_speculative_tokens"
-    drafts = given.get(field, default_of(field))
-    if drafts == "auto":
-        field = "max_num_speculative_tokens"
-        drafts = given.get(field)
-        if drafts is None:
-            if 1 <= fitting < DEFAULT_MAX_TOKENS:
-                return fitting
-            drafts = 1
-    if not isinstance(drafts, int) or drafts <= fitting:
-        return None
-    fewer = f"{field}={fitting}, " if fitting > 0 else ""
-    tokens = max_num_seqs * (drafts + 1)
-    raise MagicDecConfigError(
-        f"{name_of(given)}: with LoRA, {field}={drafts} needs --max-num-batched-tokens {tokens} for "
-        f"--max-num-seqs {max_num_seqs}, not {max_num_batched_tokens}; use {fewer}--max-num-seqs "
-        f"{max_num_batched_tokens // (drafts + 1)}, or --max-num-batched-tokens {tokens}"
     )
 
 

@@ -5,9 +5,10 @@
 model length, the KV pages, the scheduler and the profile.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from vllm.config import ModelConfig, VllmConfig
 from vllm.logger import init_logger
@@ -18,7 +19,7 @@ from vllm_magicdec.adaptive.profiles import check_profile
 from vllm_magicdec.config import AdaptiveConfig, MagicDecSpeculativeConfig, VllmMethodConfig
 from vllm_magicdec.config.adaptive import DEFAULT_MAX_TOKENS, nested_lengths
 from vllm_magicdec.config.fields import default_of
-from vllm_magicdec.config.given import drafts_with_adapters
+from vllm_magicdec.config.given import name_of, selects_magicdec
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
 from vllm_magicdec.lookup.datastore_files import Vocabulary
 from vllm_magicdec.lookup.datastore_files import check as check_datastore
@@ -229,7 +230,7 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         if vllm_config.lora_config is None:
             return most
         scheduler = vllm_config.scheduler_config
-        return min(most, drafts_with_adapters(scheduler.max_num_seqs, scheduler.max_num_batched_tokens))
+        return min(most, _drafts_with_adapters(scheduler.max_num_seqs, scheduler.max_num_batched_tokens))
 
     def _check_datastores(self, vllm_config: VllmConfig) -> None:
         model = vllm_config.model_config
@@ -303,6 +304,53 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                 larger.append(f"{drafts}={default}")
             others = f", or values nearer to the defaults {', '.join(larger)}" if larger else ""
             raise MagicDecConfigError(f"{self.name}: {error}{others}") from None
+
+
+def _drafts_with_adapters(max_num_seqs: int, max_num_batched_tokens: int) -> int:
+    """Return the drafts per round for which vLLM's limits of a step suffice, as it demands with LoRA."""
+    return max_num_batched_tokens // max_num_seqs - 1
+
+
+def fit_adapters(
+    engine_args: Any, given: dict[str, Any], options: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Return the given fields with as many drafts under `auto` as vLLM accepts with LoRA.
+
+    `options` are command-line options by field, None if not given. The result is None if the number of
+    drafts fits or is not one: vLLM then refused something else.
+
+    Raises:
+        MagicDecConfigError: it does not fit, and vLLM's own error names none of the values.
+    """
+    typed = {name: value for name, value in options.items() if value is not None}
+    fields = {**{name.replace("-", "_"): value for name, value in given.items()}, **typed}
+    max_num_seqs, max_tokens = engine_args.max_num_seqs, engine_args.max_num_batched_tokens
+    if not engine_args.enable_lora or not max_num_seqs or not max_tokens or not selects_magicdec(fields):
+        return None
+    fitting, field = _drafts_with_adapters(max_num_seqs, max_tokens), "num_speculative_tokens"
+    drafts = fields.get(field, default_of(field))
+    if drafts == "auto":
+        field = "max_num_speculative_tokens"
+        drafts = fields.get(field)
+        if drafts is None and 1 <= fitting < DEFAULT_MAX_TOKENS:
+            logger.info_once(
+                "With LoRA, 'auto' drafts at most %d tokens a round: a step of --max-num-seqs %d has room "
+                "for no more in --max-num-batched-tokens %d.",
+                fitting,
+                max_num_seqs,
+                max_tokens,
+            )
+            return {**given, field: fitting}
+        drafts = 1 if drafts is None else drafts
+    if not isinstance(drafts, int) or drafts <= fitting:
+        return None
+    fewer = f"{field}={fitting}, " if fitting > 0 else ""
+    needed = max_num_seqs * (drafts + 1)
+    raise MagicDecConfigError(
+        f"{name_of(fields)}: with LoRA, {field}={drafts} needs --max-num-batched-tokens {needed} for "
+        f"--max-num-seqs {max_num_seqs}, not {max_tokens}; use {fewer}--max-num-seqs "
+        f"{max_tokens // (drafts + 1)}, or --max-num-batched-tokens {needed}"
+    )
 
 
 def adapt_vllm_method(spec: VllmMethodConfig, vllm_config: VllmConfig) -> None:

@@ -19,17 +19,12 @@ from vllm.logger import init_logger
 from vllm_magicdec import envs
 from vllm_magicdec.adaptive.request_limits import check_limit, drop_drafts
 from vllm_magicdec.config import AdaptiveConfig, MagicDecSpeculativeConfig, VllmMethodConfig
-from vllm_magicdec.config.given import (
-    check_given,
-    extends_method,
-    fit_adapters,
-    refuse_misspelt_method,
-    selects_magicdec,
-)
+from vllm_magicdec.config.given import check_given, extends_method, refuse_misspelt_method, selects_magicdec
 from vllm_magicdec.errors import MagicDecConfigError
 from vllm_magicdec.vllm_api.engine_config import (
     EngineSpeculativeConfig,
     adapt_vllm_method,
+    fit_adapters,
     reads_activations,
 )
 from vllm_magicdec.vllm_api.hook import Hook, Wrap, after, before, in_words, instead
@@ -135,7 +130,7 @@ def _check_configuration(original: Callable[..., Any], engine_args: Any, *args: 
     try:
         vllm_config = original(engine_args, *args, **kwargs)
     except ValueError as error:
-        fields = _fit_adapters(engine_args, given or {}, options) if type(error) is ValueError else None
+        fields = fit_adapters(engine_args, given or {}, options) if type(error) is ValueError else None
         if fields is None:
             raise
         engine_args.speculative_config = fields
@@ -148,30 +143,6 @@ def _check_configuration(original: Callable[..., Any], engine_args: Any, *args: 
     elif isinstance(spec, VllmMethodConfig):
         adapt_vllm_method(spec, vllm_config)
     return vllm_config
-
-
-def _fit_adapters(
-    engine_args: Any, given: dict[str, Any], options: dict[str, Any]
-) -> dict[str, Any] | None:
-    """Return the given fields with a number of drafts that vLLM accepts with LoRA; None: it does already.
-
-    vLLM's own error names none of the values.
-    """
-    typed = {name: value for name, value in options.items() if value is not None}
-    fields = {**{name.replace("-", "_"): value for name, value in given.items()}, **typed}
-    limits = engine_args.max_num_seqs, engine_args.max_num_batched_tokens
-    if not engine_args.enable_lora or None in limits or not selects_magicdec(fields):
-        return None
-    fitting = fit_adapters(fields, *limits)
-    if fitting is None:
-        return None
-    logger.info_once(
-        "With LoRA, 'auto' drafts at most %d tokens a round: a step of --max-num-seqs %d has room for no "
-        "more in --max-num-batched-tokens %d.",
-        fitting,
-        *limits,
-    )
-    return {**given, "max_num_speculative_tokens": fitting}
 
 
 def _reserve_memory(
