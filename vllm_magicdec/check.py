@@ -58,8 +58,7 @@ def find_hooks() -> str:
     from vllm_magicdec.plugin import register
     from vllm_magicdec.vllm_api import hook
 
-    reason = register()
-    if reason is not None:
+    if (reason := register()) is not None:
         raise CheckError(reason)
     from vllm_magicdec.vllm_api.requirements import REQUIRED
 

@@ -32,11 +32,11 @@ _OWN_SWITCHES = ("native_attention",)
 SWITCHES = (*_OWN_SWITCHES, "enable_adaptive_verification")
 # A SPIRe draft sets these fields to the view that it was trained with.
 VIEW_FIELDS = ("draft_kv_policy", "draft_kv_budget", "draft_kv_sink")
-# Fields that the user cannot set.
-ENGINE_FIELDS = frozenset(
+# Fields that vLLM adds to the user's.
+TARGET_FIELDS = frozenset({"target_model_config", "target_parallel_config"})
+# Fields that the plugin sets; copying a configuration passes them to the constructor.
+PRIVATE_FIELDS = frozenset(
     {
-        "target_model_config",
-        "target_parallel_config",
         "draft_model_config",
         "draft_parallel_config",
         "draft_tensor_parallel_size",
@@ -46,8 +46,6 @@ ENGINE_FIELDS = frozenset(
         "lengths",
     }
 )
-# Fields that the plugin sets; copying a configuration passes them to the constructor.
-PRIVATE_FIELDS = ENGINE_FIELDS - {"target_model_config", "target_parallel_config"}
 
 
 @config

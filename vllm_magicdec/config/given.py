@@ -9,10 +9,11 @@ from typing import Any
 from vllm.config import SpeculativeConfig
 
 from vllm_magicdec.config.fields import (
-    ENGINE_FIELDS,
     MODEL_FIELDS,
     PRIVATE_FIELDS,
     SWITCHES,
+    TARGET_FIELDS,
+    documented_fields,
     user_fields,
 )
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError, quoted
@@ -83,8 +84,7 @@ def _refuse_own_fields(given: Mapping[object, object]) -> None:
     """Raise MagicDecConfigError for fields of the plugin's methods where neither is selected."""
     fields = {str(name).replace("-", "_"): value for name, value in given.items()}
     refuse_misspelt_method(fields)
-    known_to_vllm = {f.name for f in dataclass_fields(SpeculativeConfig)}
-    own = [name for name in fields if name in user_fields() and name not in known_to_vllm]
+    own = [name for name in fields if name in documented_fields() and name != "num_speculative_tokens"]
     method, model = fields.get("method"), fields.get("model")
     if method is not None or model is not None:
         # Fields that the plugin adds to vLLM's methods.
@@ -119,12 +119,13 @@ def check_field_names(given: Mapping[str, Any]) -> None:
         allowed = (*allowed, *sorted(MODEL_FIELDS))
     vllm_defaults = {f.name: f.default for f in dataclass_fields(SpeculativeConfig)}
     is_copy = given.keys() >= PRIVATE_FIELDS
+    of_engine = TARGET_FIELDS | PRIVATE_FIELDS if is_copy else TARGET_FIELDS
     for name, value in given.items():
         if name in allowed and name not in SWITCHES and isinstance(value, bool):
             raise MagicDecConfigError(
                 f"{name_of(given)}: {name}={value} is not possible: it is not a boolean field"
             )
-        if name in allowed or (name in ENGINE_FIELDS and (is_copy or name not in PRIVATE_FIELDS)):
+        if name in allowed or name in of_engine:
             continue
         if name in vllm_defaults:
             default = getattr(vllm_defaults[name], "default", vllm_defaults[name])

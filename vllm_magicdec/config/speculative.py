@@ -265,11 +265,10 @@ class MagicDecSpeculativeConfig(MagicDecFields):
         return MODEL_METHOD if self.has_draft_model else METHOD
 
     def __repr__(self) -> str:
+        model = f"model={self.model!r}, " if self.has_draft_model else ""
+        most = "auto, at most " if self.adaptive else ""
         return (
-            f"SpeculativeConfig(method={self.name!r}, "
-            f"{f'model={self.model!r}, ' if self.has_draft_model else ''}num_spec_tokens="
-            f"{'auto, at most ' if self.adaptive else ''}{self.num_speculative_tokens}, "
-            f"draft_kv_policy={self.draft_kv_policy!r}, draft_kv_budget="
-            f"{self.draft_kv_budget:g}, "
-            f"draft_kv_sink={self.draft_kv_sink})"
+            f"SpeculativeConfig(method={self.name!r}, {model}num_spec_tokens={most}"
+            f"{self.num_speculative_tokens}, draft_kv_policy={self.draft_kv_policy!r}, "
+            f"draft_kv_budget={self.draft_kv_budget:g}, draft_kv_sink={self.draft_kv_sink})"
         )

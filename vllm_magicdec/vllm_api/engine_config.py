@@ -6,7 +6,6 @@ model length, the KV pages, the scheduler and the profile.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from vllm_magicdec.lookup.datastore_files import Vocabulary
 from vllm_magicdec.lookup.datastore_files import check as check_datastore
 from vllm_magicdec.policies.base import PagePolicy
 from vllm_magicdec.policies.sinks_and_window import SinksAndWindow
-from vllm_magicdec.spire.settings import SpireSettings
 from vllm_magicdec.vllm_api.cpu_products import why_products_are_slow
 from vllm_magicdec.vllm_api.draft_weights import check_draft_weights
 from vllm_magicdec.vllm_api.graph_sizes import capture_every_length, captures_by_length, find_missing_graphs
@@ -101,8 +99,14 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
 
     def _check_draft_model(self, vllm_config: VllmConfig) -> None:
         instead = f"draft with the target itself ({METHOD})"
-        if self.spire is not None:
-            self._check_spire(self.spire, vllm_config)
+        has_memory = self.spire is not None and self.spire.feedback_memory
+        if has_memory and self.draft_lookup == "on" and not self.adaptive:
+            unchecked = ", or num_speculative_tokens='auto', which can verify looked-up tokens unchecked"
+            raise MagicDecConfigError(
+                f"{MODEL_METHOD}: draft_lookup='on' is not supported with a SPIRe draft, whose feedback "
+                "memory allows one token per pass; use draft_lookup='off'"
+                f"{'' if vllm_config.use_v2_model_runner else unchecked}"
+            )
         if vllm_config.kv_transfer_config is not None:
             raise MagicDecConfigError(
                 f"{MODEL_METHOD} does not work with a KV connector, which does not transfer the KV cache "
@@ -115,18 +119,6 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                 f"draft_kv_policy='streamingllm', or {instead}"
             )
         self._check_tokenizers(vllm_config.model_config, self.draft_model_config)
-
-    def _check_spire(self, fields: SpireSettings, vllm_config: VllmConfig) -> None:
-        # Looked-up tokens can skip the draft only if the host looks them up.
-        can_skip_draft = self.adaptive and not host_lacks_latest_tokens(vllm_config)
-        if self.draft_lookup == "on" and not can_skip_draft and fields.feedback_memory:
-            is_cpu = vllm_config.device_config.device_type == "cpu"
-            with_auto = ", or num_speculative_tokens='auto', which can verify looked-up tokens unchecked"
-            instead = with_auto if is_cpu and not vllm_config.use_v2_model_runner else ""
-            raise MagicDecConfigError(
-                f"{MODEL_METHOD}: draft_lookup='on' is not supported with a SPIRe draft, whose feedback "
-                f"memory allows one token per pass; use draft_lookup='off'{instead}"
-            )
 
     def _check_tokenizers(self, target: ModelConfig, draft: ModelConfig) -> None:
         if target.skip_tokenizer_init:
@@ -204,13 +196,10 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         if self.draft_lookup == "on":
             self._check_lookups(vllm_config)
         elif self.draft_lookup == "auto":
-            self.draft_lookup = "off"
             # The gain on GPUs is not measured yet, so lookups there need "on".
-            if self.adaptive and not host_lacks_latest_tokens(vllm_config):
-                with suppress(MagicDecConfigError):
-                    self._check_lookups(vllm_config)
-                    self.draft_lookup = "on"
-            if self.draft_lookup == "off" and self.draft_lookup_sources != ("context",):
+            are_on = self.adaptive and not vllm_config.use_v2_model_runner
+            self.draft_lookup = "on" if are_on else "off"
+            if not are_on and self.draft_lookup_sources != ("context",):
                 raise MagicDecConfigError(
                     f"{METHOD}: draft_lookup_sources has no use, because draft_lookup='auto' means 'off' "
                     "here; use draft_lookup='on', or remove draft_lookup_sources"
