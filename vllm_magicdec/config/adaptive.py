@@ -69,7 +69,7 @@ class AdaptiveConfig(SpeculativeConfig):
         self.num_speculative_tokens_per_batch_size = [*table, (len(larger) + 1, 2**20, least)]
 
 
-def nested_lengths(most: int, at_most: int) -> tuple[int, ...]:
+def nested_lengths(most: int, at_most: int = MOST_DRAFTS) -> tuple[int, ...]:
     """Return numbers of drafts whose CUDA graphs do not conflict: 0, 1, 3, 7, 15, ...
 
     vLLM uses a graph only if the next captured number of tokens has the same number of drafts. Verifying

@@ -246,8 +246,7 @@ class MagicDecSpeculativeConfig(MagicDecFields):
             raise ValueError(
                 "'auto' leaves no use for num_speculative_tokens_per_batch_size; remove one of them"
             )
-        most = self.num_speculative_tokens
-        self.choose_among(nested_lengths(most, most + 1))
+        self.choose_among(nested_lengths(self.num_speculative_tokens))
 
     @override
     def budget_tokens(self, context: int) -> int:

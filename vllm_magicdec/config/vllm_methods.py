@@ -59,7 +59,7 @@ class VllmMethodConfig(VllmMethodFields):
                 "remove it"
             )
         if self.adaptive and not self.lengths:  # a copy has them
-            self.choose_among(nested_lengths(self.num_speculative_tokens, self.num_speculative_tokens + 1))
+            self.choose_among(nested_lengths(self.num_speculative_tokens))
 
     def _without_choice(self) -> str | None:
         if self.parallel_drafting and self.method != "dflash":

@@ -21,6 +21,9 @@ from vllm_magicdec.adaptive.request_limits import check_limit, drop_drafts
 from vllm_magicdec.config import AdaptiveConfig, MagicDecSpeculativeConfig, VllmMethodConfig
 from vllm_magicdec.config.given import check_given, extends_method, refuse_misspelt_method, selects_magicdec
 from vllm_magicdec.errors import MagicDecConfigError
+from vllm_magicdec.vllm_api.counts import add_logger, pass_on, send
+from vllm_magicdec.vllm_api.draft_window import window_proposer, window_speculator
+from vllm_magicdec.vllm_api.drafts_with_output import keep_drafts, send_drafts, update_drafts
 from vllm_magicdec.vllm_api.engine_config import (
     EngineSpeculativeConfig,
     adapt_vllm_method,
@@ -28,6 +31,8 @@ from vllm_magicdec.vllm_api.engine_config import (
     reads_activations,
 )
 from vllm_magicdec.vllm_api.hook import Hook, Wrap, after, before, in_words, instead
+from vllm_magicdec.vllm_api.options import add_options
+from vllm_magicdec.vllm_api.runner_wrappers import bypass_rejection_sampler
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -95,8 +100,6 @@ def _make_speculator(original: Callable[..., Any], vllm_config: Any, device: Any
         return make_speculator(vllm_config, device, req_states)
     speculator = original(vllm_config, device, req_states)
     if _wants_window(vllm_config):
-        from vllm_magicdec.vllm_api.draft_window import window_speculator
-
         window_speculator(speculator, vllm_config)
     return speculator
 
@@ -108,8 +111,6 @@ def _wants_window(vllm_config: Any) -> bool:
 
 def _add_options(parser: Any, *_: Any) -> Any:
     try:
-        from vllm_magicdec.vllm_api.options import add_options
-
         return add_options(parser)
     except Exception as error:  # other methods use this parser too
         logger.warning("vllm-magicdec adds no options to vLLM's command line (%s).", in_words(error))
@@ -191,9 +192,6 @@ def _before_loading_v2(runner: Any, *_: Any, **__: Any) -> None:
 def _send_with_output(output: Any, runner: Any, *_: Any, **__: Any) -> Any:
     if not _is_ours(runner.vllm_config):
         return output
-    from vllm_magicdec.vllm_api.counts import send
-    from vllm_magicdec.vllm_api.drafts_with_output import send_drafts
-
     return send_drafts(runner, send(_draft_of(runner).counts, output))
 
 
@@ -218,9 +216,6 @@ def _receive_with_output(
     outputs: Any, scheduler: Any, scheduler_output: Any, model_runner_output: Any
 ) -> Any:
     if _has_counts(scheduler.vllm_config):
-        from vllm_magicdec.vllm_api.counts import pass_on
-        from vllm_magicdec.vllm_api.drafts_with_output import keep_drafts
-
         pass_on(scheduler, model_runner_output, outputs.values())
         keep_drafts(scheduler, model_runner_output)
     return outputs
@@ -228,12 +223,8 @@ def _receive_with_output(
 
 def _use_received_drafts(original: Callable[..., Any], core: Any, model_executed: bool) -> None:
     # In vLLM 0.32, post_step only requests the drafts.
-    if model_executed and _is_ours(core.vllm_config):
-        from vllm_magicdec.vllm_api.drafts_with_output import update_drafts
-
-        if update_drafts(core.scheduler):
-            return
-    original(core, model_executed)
+    if not (model_executed and _is_ours(core.vllm_config) and update_drafts(core.scheduler)):
+        original(core, model_executed)
 
 
 def _attend_natively(vllm_config: Any, kv_cache_config: Any, device: Any) -> None:
@@ -251,13 +242,9 @@ def _before_kv_cache_v1(runner: Any, kv_cache_config: Any, *_: Any, **__: Any) -
     is_stateless = isinstance(spec, VllmMethodConfig) and spec.method == "ngram"
     # A target with recurrent state must be told of every step how many drafts were accepted.
     if is_stateless and runner.device.type == "cpu" and not runner.model_config.is_hybrid:
-        from vllm_magicdec.vllm_api.runner_wrappers import bypass_rejection_sampler
-
         bypass_rejection_sampler(runner)
     drafter = getattr(runner, "drafter", None)  # None in the first stages of a pipeline
     if drafter is not None and _wants_window(runner.vllm_config):
-        from vllm_magicdec.vllm_api.draft_window import window_proposer
-
         window_proposer(drafter, runner.vllm_config)
     _check_drafter(runner, drafter)
     _attend_natively(runner.vllm_config, kv_cache_config, runner.device)
@@ -277,8 +264,6 @@ def _attend_natively_v2(
 
 def _export_counts(nothing: None, manager: Any, vllm_config: Any, *_: Any, **__: Any) -> None:
     if _has_counts(vllm_config):
-        from vllm_magicdec.vllm_api.counts import add_logger
-
         add_logger(manager, vllm_config)
 
 

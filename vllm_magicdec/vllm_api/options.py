@@ -2,7 +2,6 @@
 """Command-line options of the plugin, and display of its configuration errors."""
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from types import TracebackType
@@ -55,13 +54,13 @@ def _number_or_auto(text: str) -> int | str:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor 'auto'") from None
 
 
-def _checked_fields(parse: Any) -> Callable[[str], Any]:
+def _checked_fields(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     """Say in a sentence what --speculative-config takes; `create_engine_config` checks the fields."""
 
     def parse_and_check(text: str) -> Any:
         example = f'write it as \'{{"method": "{METHOD}"}}\''
         try:
-            value = parse(text) if callable(parse) else json.loads(text)
+            value = parse(text)
         except (argparse.ArgumentTypeError, ValueError, RecursionError):
             raise argparse.ArgumentTypeError(f"{quoted(text)} is not JSON; {example}") from None
         if not isinstance(value, dict | None):
