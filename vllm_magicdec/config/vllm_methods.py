@@ -4,6 +4,7 @@
 from typing import Any
 
 from pydantic import ValidationError
+from typing_extensions import override
 
 from vllm_magicdec.config.adaptive import DEFAULT_MAX_TOKENS, nested_lengths
 from vllm_magicdec.config.fields import VllmMethodFields, default_of
@@ -99,8 +100,8 @@ class VllmMethodConfig(VllmMethodFields):
         except ValueError as error:
             raise MagicDecConfigError(f"{self.name}: {error}") from None
 
+    @override
     def budget_tokens(self, context: int) -> int:
-        """Return the maximum K/V entries that a draft step reads of a request with `context` tokens."""
         whole, budget = super().budget_tokens(context), self.draft_kv_budget
         if budget is None:
             return whole

@@ -47,9 +47,10 @@ def attention_groups_of(
             own.create_metadata_builders(
                 vllm_config, device, target_group.kernel_block_size or spec.block_size
             )
-            builder, theirs = own.get_metadata_builder(), target_group.get_metadata_builder()
+            builder: Any = own.get_metadata_builder()
             if hasattr(builder, "set_workspace_buffer"):
                 # FlashInfer's takes hundreds of MiB, and passes are serial.
+                theirs: Any = target_group.get_metadata_builder()
                 builder.set_workspace_buffer(theirs._get_workspace_buffer())
             found.append(own)
     return found

@@ -54,7 +54,7 @@ def _number_or_auto(text: str) -> int | str:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor 'auto'") from None
 
 
-def _checked_fields(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+def _checked_fields(parse: Any) -> Callable[[str], Any]:
     """Say in a sentence what --speculative-config takes; `create_engine_config` checks the fields."""
 
     def parse_and_check(text: str) -> Any:
