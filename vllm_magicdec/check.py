@@ -55,11 +55,10 @@ def find_plugin() -> str:
 
 def find_hooks() -> str:
     """Check every hook and every other name of vLLM that the plugin uses."""
-    from vllm_magicdec.plugin import try_to_register
+    from vllm_magicdec.plugin import register
     from vllm_magicdec.vllm_api import hook
 
-    reason = try_to_register()
-    if reason is not None:
+    if (reason := register()) is not None:
         raise CheckError(reason)
     from vllm_magicdec.vllm_api.requirements import REQUIRED
 

@@ -29,16 +29,11 @@ _SPEC = {
 }
 
 
-def register() -> None:
+def register() -> str | None:
     """Register the methods with the installed vLLM, or leave vLLM unchanged and log the reason in one line.
 
-    In the second case, requests for one of the methods fail with the same sentence.
+    In the second case, requests for one of the methods fail with the same sentence, which is returned.
     """
-    try_to_register()
-
-
-def try_to_register() -> str | None:
-    """Register the methods; return None, or the logged reason why the installed vLLM is not supported."""
     from vllm_magicdec.vllm_api import hook, unavailable
 
     try:

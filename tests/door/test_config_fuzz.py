@@ -23,7 +23,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from test_config import configure
 
-from vllm_magicdec.config import user_fields
+from vllm_magicdec.config.fields import user_fields
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
 
 

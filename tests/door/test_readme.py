@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from vllm_magicdec.adaptive import metrics
-from vllm_magicdec.config import MagicDecSpeculativeConfig, documented_fields
+from vllm_magicdec.config import MagicDecSpeculativeConfig
+from vllm_magicdec.config.fields import documented_fields
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/README.md"]

@@ -43,9 +43,9 @@ def change():
         module.SpeculativeConfig = Theirs
     wrap(model_runner, "init_speculator", "speculator")
 
-from vllm_magicdec.plugin import try_to_register
+from vllm_magicdec.plugin import register
 
-steps = [change, lambda: print("reason", try_to_register())]
+steps = [change, lambda: print("reason", register())]
 for step in steps if sys.argv[1] == "first" else steps[::-1]:
     step()
 

@@ -8,47 +8,13 @@ draft model (`has_draft_model`), and so provides lookahead slots, padded batches
 vLLM's own methods keep theirs, with a controller or a window over the draft's KV cache where the user asks
 for them (`vllm_methods.py`).
 
-`fields.py` declares fields, `given.py` checks user input before pydantic, `speculative.py` checks fields
-against each other, `refusals.py` refuses models and layouts, and `reasons.py` shortens library errors.
+`fields.py` and `adaptive.py` declare fields. `given.py` checks user input before pydantic, `speculative.py`
+checks fields against each other, `refusals.py` refuses models and layouts, and `reasons.py` shortens errors
+of libraries.
 """
 
-from vllm_magicdec.config.adaptive import AdaptiveConfig, nested_lengths
-from vllm_magicdec.config.fields import (
-    DEFAULT_MAX_TOKENS,
-    MODEL_FIELDS,
-    MagicDecFields,
-    default_of,
-    documented_fields,
-    user_fields,
-)
-from vllm_magicdec.config.given import (
-    check_field_names,
-    check_given,
-    drafts_with_adapters,
-    extends_method,
-    fit_adapters,
-    refuse_misspelt_method,
-    selects_magicdec,
-)
+from vllm_magicdec.config.adaptive import AdaptiveConfig
 from vllm_magicdec.config.speculative import MagicDecSpeculativeConfig
 from vllm_magicdec.config.vllm_methods import VllmMethodConfig
 
-__all__ = [
-    "DEFAULT_MAX_TOKENS",
-    "MODEL_FIELDS",
-    "AdaptiveConfig",
-    "MagicDecFields",
-    "MagicDecSpeculativeConfig",
-    "VllmMethodConfig",
-    "check_field_names",
-    "check_given",
-    "default_of",
-    "documented_fields",
-    "drafts_with_adapters",
-    "extends_method",
-    "fit_adapters",
-    "nested_lengths",
-    "refuse_misspelt_method",
-    "selects_magicdec",
-    "user_fields",
-]
+__all__ = ["AdaptiveConfig", "MagicDecSpeculativeConfig", "VllmMethodConfig"]

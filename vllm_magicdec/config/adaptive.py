@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`num_speculative_tokens: auto`: what the controller's scheduler reads of a speculative configuration."""
 
-from vllm_magicdec.config.fields import AdaptiveFields
+from pydantic import Field
+from vllm.config import SpeculativeConfig
+from vllm.config.utils import config
+
+DEFAULT_MAX_TOKENS = 8  # draft tokens per round under `auto`
+MOST_DRAFTS = 128  # draft tokens per round
 
 # Methods whose drafts differ in number between requests.
 _DIFFERING_METHODS = ("ngram", "suffix", "custom_class")
@@ -11,8 +16,18 @@ _FIXED_METHODS = ("suffix", "custom_class", "medusa")
 _ONE_PASS_METHODS = (*_DIFFERING_METHODS, "medusa")
 
 
-class AdaptiveConfig(AdaptiveFields):
+@config
+class AdaptiveConfig(SpeculativeConfig):
     """A speculative configuration of which a controller may choose the number of drafts."""
+
+    max_num_speculative_tokens: int | None = Field(default=None, gt=0, le=MOST_DRAFTS)
+    """Maximum number of draft tokens per round when `num_speculative_tokens` is `auto`. Default: 8, or 16
+    with lookups (`draft_lookup`)."""
+    adaptive: bool = False
+    """Whether a controller chooses the number of draft tokens of every round, up to
+    `num_speculative_tokens`."""
+    lengths: tuple[int, ...] = ()
+    """Numbers of draft tokens that the controller chooses from, ascending; empty without a controller."""
 
     @property
     def looks_up_on_host(self) -> bool:
@@ -54,7 +69,7 @@ class AdaptiveConfig(AdaptiveFields):
         self.num_speculative_tokens_per_batch_size = [*table, (len(larger) + 1, 2**20, least)]
 
 
-def nested_lengths(most: int, at_most: int) -> tuple[int, ...]:
+def nested_lengths(most: int, at_most: int = MOST_DRAFTS) -> tuple[int, ...]:
     """Return numbers of drafts whose CUDA graphs do not conflict: 0, 1, 3, 7, 15, ...
 
     vLLM uses a graph only if the next captured number of tokens has the same number of drafts. Verifying

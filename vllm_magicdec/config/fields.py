@@ -5,11 +5,10 @@ from dataclasses import fields as dataclass_fields
 from typing import Any, Literal
 
 from pydantic import Field
-from vllm.config import SpeculativeConfig
 from vllm.config.utils import config
 
-DEFAULT_MAX_TOKENS = 8  # draft tokens per round under `auto`
-MOST_DRAFTS = 128  # draft tokens per round
+from vllm_magicdec.config.adaptive import MOST_DRAFTS, AdaptiveConfig
+
 _MOST_TOKENS = 2**31 - 1  # positions are int32
 
 # Fields of vLLM's SpeculativeConfig that also apply to self-speculation.
@@ -33,11 +32,11 @@ _OWN_SWITCHES = ("native_attention",)
 SWITCHES = (*_OWN_SWITCHES, "enable_adaptive_verification")
 # A SPIRe draft sets these fields to the view that it was trained with.
 VIEW_FIELDS = ("draft_kv_policy", "draft_kv_budget", "draft_kv_sink")
-# Fields that the user cannot set.
-ENGINE_FIELDS = frozenset(
+# Fields that vLLM adds to the user's.
+TARGET_FIELDS = frozenset({"target_model_config", "target_parallel_config"})
+# Fields that the plugin sets; copying a configuration passes them to the constructor.
+PRIVATE_FIELDS = frozenset(
     {
-        "target_model_config",
-        "target_parallel_config",
         "draft_model_config",
         "draft_parallel_config",
         "draft_tensor_parallel_size",
@@ -47,26 +46,10 @@ ENGINE_FIELDS = frozenset(
         "lengths",
     }
 )
-# Fields that the plugin sets; copying a configuration passes them to the constructor.
-PRIVATE_FIELDS = ENGINE_FIELDS - {"target_model_config", "target_parallel_config"}
 
 
 @config
-class AdaptiveFields(SpeculativeConfig):
-    """Fields of `num_speculative_tokens: auto`, for the plugin's methods and for vLLM's."""
-
-    max_num_speculative_tokens: int | None = Field(default=None, gt=0, le=MOST_DRAFTS)
-    """Maximum number of draft tokens per round when `num_speculative_tokens` is `auto`. Default: 8, or 16
-    with lookups (`draft_lookup`)."""
-    adaptive: bool = False
-    """Whether a controller chooses the number of draft tokens of every round, up to
-    `num_speculative_tokens`."""
-    lengths: tuple[int, ...] = ()
-    """Numbers of draft tokens that the controller chooses from, ascending; empty without a controller."""
-
-
-@config
-class VllmMethodFields(AdaptiveFields):
+class VllmMethodFields(AdaptiveConfig):
     """Fields that the plugin adds to vLLM's own methods."""
 
     draft_kv_budget: float | None = Field(default=None, gt=0, le=_MOST_TOKENS)
@@ -77,7 +60,7 @@ class VllmMethodFields(AdaptiveFields):
 
 
 @config
-class MagicDecFields(AdaptiveFields):
+class MagicDecFields(AdaptiveConfig):
     """Fields of `MagicDecSpeculativeConfig`, as a pydantic dataclass."""
 
     num_speculative_tokens: int = Field(default=4, gt=0, le=MOST_DRAFTS)

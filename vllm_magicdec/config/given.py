@@ -9,12 +9,11 @@ from typing import Any
 from vllm.config import SpeculativeConfig
 
 from vllm_magicdec.config.fields import (
-    DEFAULT_MAX_TOKENS,
-    ENGINE_FIELDS,
     MODEL_FIELDS,
     PRIVATE_FIELDS,
     SWITCHES,
-    default_of,
+    TARGET_FIELDS,
+    documented_fields,
     user_fields,
 )
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError, quoted
@@ -85,8 +84,7 @@ def _refuse_own_fields(given: Mapping[object, object]) -> None:
     """Raise MagicDecConfigError for fields of the plugin's methods where neither is selected."""
     fields = {str(name).replace("-", "_"): value for name, value in given.items()}
     refuse_misspelt_method(fields)
-    known_to_vllm = {f.name for f in dataclass_fields(SpeculativeConfig)}
-    own = [name for name in fields if name in user_fields() and name not in known_to_vllm]
+    own = [name for name in fields if name in documented_fields() and name != "num_speculative_tokens"]
     method, model = fields.get("method"), fields.get("model")
     if method is not None or model is not None:
         # Fields that the plugin adds to vLLM's methods.
@@ -107,44 +105,6 @@ def _refuse_own_fields(given: Mapping[object, object]) -> None:
     )
 
 
-def drafts_with_adapters(max_num_seqs: int, max_num_batched_tokens: int) -> int:
-    """Return the drafts per round for which vLLM's limits of a step suffice, as it demands with LoRA."""
-    return max_num_batched_tokens // max_num_seqs - 1
-
-
-def fit_adapters(given: Mapping[str, Any], max_num_seqs: int, max_num_batched_tokens: int) -> int | None:
-    """Return the `max_num_speculative_tokens` with which vLLM accepts `auto` with LoRA.
-
-    Args:
-        given: fields, options included.
-
-    Returns:
-        None if the given number fits, or is not one.
-
-    Raises:
-        MagicDecConfigError: it does not fit; says which option to set to what.
-    """
-    fitting = drafts_with_adapters(max_num_seqs, max_num_batched_tokens)
-    field = "num_speculative_tokens"
-    drafts = given.get(field, default_of(field))
-    if drafts == "auto":
-        field = "max_num_speculative_tokens"
-        drafts = given.get(field)
-        if drafts is None:
-            if 1 <= fitting < DEFAULT_MAX_TOKENS:
-                return fitting
-            drafts = 1
-    if not isinstance(drafts, int) or drafts <= fitting:
-        return None
-    fewer = f"{field}={fitting}, " if fitting > 0 else ""
-    tokens = max_num_seqs * (drafts + 1)
-    raise MagicDecConfigError(
-        f"{name_of(given)}: with LoRA, {field}={drafts} needs --max-num-batched-tokens {tokens} for "
-        f"--max-num-seqs {max_num_seqs}, not {max_num_batched_tokens}; use {fewer}--max-num-seqs "
-        f"{max_num_batched_tokens // (drafts + 1)}, or --max-num-batched-tokens {tokens}"
-    )
-
-
 _REMOVED_FIELDS = {
     "draft_kv_cache": "remove it: a draft model's KV cache holds its whole context; draft_kv_budget limits "
     "what a draft step reads of it, and a draft of fewer layers leaves the target more room",
@@ -157,18 +117,18 @@ def check_field_names(given: Mapping[str, Any]) -> None:
     allowed = user_fields()
     if given.get("method") == MODEL_METHOD or given.get("has_draft_model"):
         allowed = (*allowed, *sorted(MODEL_FIELDS))
-    known_to_vllm = {f.name for f in dataclass_fields(SpeculativeConfig)}
-    defaults = {f.name: f.default for f in dataclass_fields(SpeculativeConfig)}
+    vllm_defaults = {f.name: f.default for f in dataclass_fields(SpeculativeConfig)}
     is_copy = given.keys() >= PRIVATE_FIELDS
+    of_engine = TARGET_FIELDS | PRIVATE_FIELDS if is_copy else TARGET_FIELDS
     for name, value in given.items():
         if name in allowed and name not in SWITCHES and isinstance(value, bool):
             raise MagicDecConfigError(
                 f"{name_of(given)}: {name}={value} is not possible: it is not a boolean field"
             )
-        if name in allowed or (name in ENGINE_FIELDS and (is_copy or name not in PRIVATE_FIELDS)):
+        if name in allowed or name in of_engine:
             continue
-        if name in known_to_vllm:
-            default = getattr(defaults[name], "default", defaults[name])
+        if name in vllm_defaults:
+            default = getattr(vllm_defaults[name], "default", vllm_defaults[name])
             # vllm.config.utils.replace() passes every field, most at their default.
             if value == default:
                 continue

@@ -6,7 +6,7 @@ from traceback import walk_tb
 from pydantic import ValidationError
 from vllm.config import ModelConfig, SpeculativeConfig
 
-from vllm_magicdec.config.fields import MOST_DRAFTS
+from vllm_magicdec.config.adaptive import MOST_DRAFTS
 from vllm_magicdec.errors import quoted
 
 _LONGEST_REASON = 240  # characters

@@ -11,8 +11,8 @@ from typing_extensions import override
 from vllm.config import SpeculativeConfig, VllmConfig
 
 from vllm_magicdec import files
-from vllm_magicdec.config.adaptive import AdaptiveConfig, nested_lengths
-from vllm_magicdec.config.fields import DEFAULT_MAX_TOKENS, VIEW_FIELDS, MagicDecFields, default_of
+from vllm_magicdec.config.adaptive import DEFAULT_MAX_TOKENS, nested_lengths
+from vllm_magicdec.config.fields import VIEW_FIELDS, MagicDecFields, default_of
 from vllm_magicdec.config.given import check_field_names, check_method, name_of, resolve_auto
 from vllm_magicdec.config.reasons import first_problem, is_config_error, one_line
 from vllm_magicdec.config.refusals import (
@@ -29,7 +29,7 @@ from vllm_magicdec.policies.sinks_and_window import SinksAndWindow
 from vllm_magicdec.spire.settings import SpireError, SpireSettings, served_settings
 
 
-class MagicDecSpeculativeConfig(MagicDecFields, AdaptiveConfig):
+class MagicDecSpeculativeConfig(MagicDecFields):
     """vLLM's speculative configuration for the methods `magicdec-self` and `magicdec`.
 
     Raises:
@@ -246,8 +246,7 @@ class MagicDecSpeculativeConfig(MagicDecFields, AdaptiveConfig):
             raise ValueError(
                 "'auto' leaves no use for num_speculative_tokens_per_batch_size; remove one of them"
             )
-        most = self.num_speculative_tokens
-        self.choose_among(nested_lengths(most, most + 1))
+        self.choose_among(nested_lengths(self.num_speculative_tokens))
 
     @override
     def budget_tokens(self, context: int) -> int:
@@ -265,11 +264,10 @@ class MagicDecSpeculativeConfig(MagicDecFields, AdaptiveConfig):
         return MODEL_METHOD if self.has_draft_model else METHOD
 
     def __repr__(self) -> str:
+        model = f"model={self.model!r}, " if self.has_draft_model else ""
+        most = "auto, at most " if self.adaptive else ""
         return (
-            f"SpeculativeConfig(method={self.name!r}, "
-            f"{f'model={self.model!r}, ' if self.has_draft_model else ''}num_spec_tokens="
-            f"{'auto, at most ' if self.adaptive else ''}{self.num_speculative_tokens}, "
-            f"draft_kv_policy={self.draft_kv_policy!r}, draft_kv_budget="
-            f"{self.draft_kv_budget:g}, "
-            f"draft_kv_sink={self.draft_kv_sink})"
+            f"SpeculativeConfig(method={self.name!r}, {model}num_spec_tokens={most}"
+            f"{self.num_speculative_tokens}, draft_kv_policy={self.draft_kv_policy!r}, "
+            f"draft_kv_budget={self.draft_kv_budget:g}, draft_kv_sink={self.draft_kv_sink})"
         )

@@ -4,9 +4,10 @@
 from typing import Any
 
 from pydantic import ValidationError
+from typing_extensions import override
 
-from vllm_magicdec.config.adaptive import AdaptiveConfig, nested_lengths
-from vllm_magicdec.config.fields import DEFAULT_MAX_TOKENS, VllmMethodFields, default_of
+from vllm_magicdec.config.adaptive import DEFAULT_MAX_TOKENS, nested_lengths
+from vllm_magicdec.config.fields import VllmMethodFields, default_of
 from vllm_magicdec.config.given import chooses_drafts
 from vllm_magicdec.config.reasons import first_problem
 from vllm_magicdec.config.refusals import SPARSE_MLA_FIELDS
@@ -23,7 +24,7 @@ _FIXED_NUMBER = {
 _WINDOW_METHODS = ("draft_model", "eagle", "eagle3", "mtp")
 
 
-class VllmMethodConfig(VllmMethodFields, AdaptiveConfig):
+class VllmMethodConfig(VllmMethodFields):
     """vLLM's speculative configuration of one of its own methods, with what the plugin adds.
 
     Raises:
@@ -59,7 +60,7 @@ class VllmMethodConfig(VllmMethodFields, AdaptiveConfig):
                 "remove it"
             )
         if self.adaptive and not self.lengths:  # a copy has them
-            self.choose_among(nested_lengths(self.num_speculative_tokens, self.num_speculative_tokens + 1))
+            self.choose_among(nested_lengths(self.num_speculative_tokens))
 
     def _without_choice(self) -> str | None:
         if self.parallel_drafting and self.method != "dflash":
@@ -99,8 +100,8 @@ class VllmMethodConfig(VllmMethodFields, AdaptiveConfig):
         except ValueError as error:
             raise MagicDecConfigError(f"{self.name}: {error}") from None
 
+    @override
     def budget_tokens(self, context: int) -> int:
-        """Return the maximum K/V entries that a draft step reads of a request with `context` tokens."""
         whole, budget = super().budget_tokens(context), self.draft_kv_budget
         if budget is None:
             return whole

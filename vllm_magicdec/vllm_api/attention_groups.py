@@ -39,7 +39,20 @@ def attention_groups_of(
         if share_builders and names == target_group.layer_names and not is_chunked:
             found.append(target_group)
         elif names:
-            found.append(_with_own_builder(group, target_group, names, vllm_config, device))
+            spec, backend = group.cache, target_group.backend
+            if is_chunked:
+                # vLLM's backend wraps another to split the context into chunks; a view has one chunk only.
+                (backend,) = backend.__bases__
+            own = AttentionGroup(backend, names, spec, target_group.kv_cache_group_id)
+            own.create_metadata_builders(
+                vllm_config, device, target_group.kernel_block_size or spec.block_size
+            )
+            builder: Any = own.get_metadata_builder()
+            if hasattr(builder, "set_workspace_buffer"):
+                # FlashInfer's takes hundreds of MiB, and passes are serial.
+                theirs: Any = target_group.get_metadata_builder()
+                builder.set_workspace_buffer(theirs._get_workspace_buffer())
+            found.append(own)
     return found
 
 
@@ -100,25 +113,3 @@ def find_weakest_graphs(
 
     supports = [(group, support(group)) for of_cache in attention_groups for group in of_cache]
     return min(supports, key=lambda pair: pair[1].value)
-
-
-def _with_own_builder(
-    group: LayerGroup,
-    target_group: AttentionGroup,
-    names: list[str],
-    vllm_config: VllmConfig,
-    device: torch.device,
-) -> AttentionGroup:
-    """Create an attention group of some of a group's layers."""
-    spec, backend = group.cache, target_group.backend
-    if isinstance(group.reach, LocalChunk):
-        # vLLM's backend wraps another to split the context into chunks; a view has one chunk only.
-        (backend,) = backend.__bases__
-    own = AttentionGroup(backend, names, spec, target_group.kv_cache_group_id)
-    own.create_metadata_builders(vllm_config, device, target_group.kernel_block_size or spec.block_size)
-    builder: Any = own.get_metadata_builder()
-    theirs: Any = target_group.get_metadata_builder()
-    if hasattr(builder, "set_workspace_buffer"):
-        # FlashInfer's takes hundreds of MiB, and passes are serial.
-        builder.set_workspace_buffer(theirs._get_workspace_buffer())
-    return own

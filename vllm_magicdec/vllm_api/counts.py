@@ -24,8 +24,7 @@ def send(counts: Counts, output: Any) -> Any:
     """Attach a worker's changes to the output of the runner's `sample_tokens`, and return it."""
     if not isinstance(output, ModelRunnerOutput | AsyncModelRunnerOutput):
         return output
-    changes = counts.take()
-    if changes is None:
+    if (changes := counts.take()) is None:
         return output
     if isinstance(output, ModelRunnerOutput):
         return _with_changes(output, changes)
@@ -49,15 +48,11 @@ def _with_changes(output: ModelRunnerOutput, changes: Changes) -> ModelRunnerOut
 def pass_on(scheduler: Scheduler, output: ModelRunnerOutput, outputs: Iterable[EngineCoreOutputs]) -> None:
     """Move counts of a worker and the engine core to the step's statistics for the front end."""
     counts = counts_of(scheduler)
-    changes: Changes | None = getattr(output, _CHANGES, None)
-    if changes is not None:
+    if (changes := getattr(output, _CHANGES, None)) is not None:
         counts.join(changes)
-    for one in outputs:
-        if one.scheduler_stats is not None:
-            latest = counts.take()
-            if latest is not None:
-                attach(one.scheduler_stats, latest)
-            return
+    stats = next((one.scheduler_stats for one in outputs if one.scheduler_stats is not None), None)
+    if stats is not None and (latest := counts.take()) is not None:
+        attach(stats, latest)
 
 
 def add_logger(manager: StatLoggerManager, vllm_config: VllmConfig) -> None:

@@ -2,17 +2,14 @@
 """A window over the KV cache of vLLM's own drafters: attention sinks and the latest tokens.
 
 A drafter's groups of attention layers make the metadata of a pass from block tables and lengths.
-`WindowedGroup` replaces these by block tables of fewer pages and the lengths in them. Cached keys have the
+`DraftWindow` replaces these by block tables of fewer pages and the lengths in them. Cached keys have the
 rotation of their true positions, and new K/V go to slots that vLLM computes from its whole block tables, so
 nothing else changes. The target has groups of its own.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from typing_extensions import override
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -24,7 +21,7 @@ from vllm_magicdec.drafting.layer_groups import is_readable
 from vllm_magicdec.errors import MagicDecConfigError
 from vllm_magicdec.views.pages import PageBudget, table_width
 from vllm_magicdec.views.tensors import ceil_div
-from vllm_magicdec.vllm_api.hook import after
+from vllm_magicdec.vllm_api.hook import after, before
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -113,57 +110,31 @@ class DraftWindow:
         return torch.where(queries > self._max_queries, exact, largest).to(upper.dtype)
 
 
-@dataclass
-class WindowedGroup(AttentionGroup):
-    """A group of a drafter's layers that reads its KV cache through a window."""
-
-    window: DraftWindow | None = None
-
-    @override
-    def _with_kernel_block_table(
-        self, common_attn_metadata: CommonAttentionMetadata, ubatch_idx: int = 0
-    ) -> CommonAttentionMetadata:
-        assert self.window is not None
-        return self.window.of(super()._with_kernel_block_table(common_attn_metadata, ubatch_idx))
-
-    @override
-    def update_draft_decode_metadata(self, attn_metadata: Mapping[str, Any]) -> None:
-        assert self.window is not None
-        self.window.refresh()
-        super().update_draft_decode_metadata(attn_metadata)
-
-
 def window_proposer(proposer: Any, vllm_config: VllmConfig) -> None:
     """Let a proposer of the V1 runner, which has made its groups, read its KV cache through windows.
 
     Raises:
         MagicDecConfigError: a layer's KV cache cannot be read in part.
     """
-    proposer.draft_attn_groups = _windowed(proposer.draft_attn_groups, vllm_config, proposer.device)
+    for group in proposer.draft_attn_groups:
+        _window_group(group, vllm_config, proposer.device)
 
 
 def window_speculator(speculator: Any, vllm_config: VllmConfig) -> None:
     """Let a speculator of the V2 runner read its KV cache through windows, as soon as it has groups."""
 
-    def replace_groups(nothing: None, *_: Any, **__: Any) -> None:
-        speculator.attn_groups = [
-            _windowed(groups, vllm_config, speculator.device) for groups in speculator.attn_groups
-        ]
+    def window_groups(nothing: None, *_: Any, **__: Any) -> None:
+        for group in (group for of_cache in speculator.attn_groups for group in of_cache):
+            _window_group(group, vllm_config, speculator.device)
 
-    speculator.set_attn = after(replace_groups)(speculator, speculator.set_attn)
-
-
-def _windowed(
-    groups: Sequence[AttentionGroup], vllm_config: VllmConfig, device: torch.device
-) -> list[AttentionGroup]:
-    return [_with_window(group, vllm_config, device) for group in groups]
+    speculator.set_attn = after(window_groups)(speculator, speculator.set_attn)
 
 
-def _with_window(group: AttentionGroup, vllm_config: VllmConfig, device: torch.device) -> AttentionGroup:
+def _window_group(group: AttentionGroup, vllm_config: VllmConfig, device: torch.device) -> None:
     spec, cache = vllm_config.speculative_config, group.kv_cache_spec
     assert isinstance(spec, VllmMethodConfig)
     if isinstance(cache, SlidingWindowSpec | ChunkedLocalAttentionSpec):
-        return group  # they read little, and vLLM frees the pages of their sinks
+        return  # they read little, and vLLM frees the pages of their sinks
     if not is_readable(cache):
         raise MagicDecConfigError(
             f"{spec.name}: draft_kv_budget is not possible with the KV cache of layer "
@@ -179,5 +150,9 @@ def _with_window(group: AttentionGroup, vllm_config: VllmConfig, device: torch.d
         max_queries=spec.num_speculative_tokens + 2,
         device=device,
     )
-    own = {field.name: getattr(group, field.name) for field in fields(AttentionGroup)}
-    return WindowedGroup(**own, window=window)
+    group._with_kernel_block_table = after(lambda common, *_, **__: window.of(common))(
+        group, group._with_kernel_block_table
+    )
+    group.update_draft_decode_metadata = before(lambda *_, **__: window.refresh())(
+        group, group.update_draft_decode_metadata
+    )

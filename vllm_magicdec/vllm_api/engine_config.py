@@ -5,9 +5,9 @@
 model length, the KV pages, the scheduler and the profile.
 """
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from vllm.config import ModelConfig, VllmConfig
 from vllm.logger import init_logger
@@ -15,21 +15,15 @@ from vllm.tokenizers import cached_tokenizer_from_config, get_tokenizer
 from vllm.utils.math_utils import round_up
 
 from vllm_magicdec.adaptive.profiles import check_profile
-from vllm_magicdec.config import (
-    DEFAULT_MAX_TOKENS,
-    AdaptiveConfig,
-    MagicDecSpeculativeConfig,
-    VllmMethodConfig,
-    default_of,
-    drafts_with_adapters,
-    nested_lengths,
-)
+from vllm_magicdec.config import AdaptiveConfig, MagicDecSpeculativeConfig, VllmMethodConfig
+from vllm_magicdec.config.adaptive import DEFAULT_MAX_TOKENS, nested_lengths
+from vllm_magicdec.config.fields import default_of
+from vllm_magicdec.config.given import name_of, selects_magicdec
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
 from vllm_magicdec.lookup.datastore_files import Vocabulary
 from vllm_magicdec.lookup.datastore_files import check as check_datastore
 from vllm_magicdec.policies.base import PagePolicy
 from vllm_magicdec.policies.sinks_and_window import SinksAndWindow
-from vllm_magicdec.spire.settings import SpireSettings
 from vllm_magicdec.vllm_api.cpu_products import why_products_are_slow
 from vllm_magicdec.vllm_api.draft_weights import check_draft_weights
 from vllm_magicdec.vllm_api.graph_sizes import capture_every_length, captures_by_length, find_missing_graphs
@@ -105,8 +99,14 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
 
     def _check_draft_model(self, vllm_config: VllmConfig) -> None:
         instead = f"draft with the target itself ({METHOD})"
-        if self.spire is not None:
-            self._check_spire(self.spire, vllm_config)
+        has_memory = self.spire is not None and self.spire.feedback_memory
+        if has_memory and self.draft_lookup == "on" and not self.adaptive:
+            unchecked = ", or num_speculative_tokens='auto', which can verify looked-up tokens unchecked"
+            raise MagicDecConfigError(
+                f"{MODEL_METHOD}: draft_lookup='on' is not supported with a SPIRe draft, whose feedback "
+                "memory allows one token per pass; use draft_lookup='off'"
+                f"{'' if vllm_config.use_v2_model_runner else unchecked}"
+            )
         if vllm_config.kv_transfer_config is not None:
             raise MagicDecConfigError(
                 f"{MODEL_METHOD} does not work with a KV connector, which does not transfer the KV cache "
@@ -119,18 +119,6 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                 f"draft_kv_policy='streamingllm', or {instead}"
             )
         self._check_tokenizers(vllm_config.model_config, self.draft_model_config)
-
-    def _check_spire(self, fields: SpireSettings, vllm_config: VllmConfig) -> None:
-        # Looked-up tokens can skip the draft only if the host looks them up.
-        can_skip_draft = self.adaptive and not host_lacks_latest_tokens(vllm_config)
-        if self.draft_lookup == "on" and not can_skip_draft and fields.feedback_memory:
-            is_cpu = vllm_config.device_config.device_type == "cpu"
-            with_auto = ", or num_speculative_tokens='auto', which can verify looked-up tokens unchecked"
-            instead = with_auto if is_cpu and not vllm_config.use_v2_model_runner else ""
-            raise MagicDecConfigError(
-                f"{MODEL_METHOD}: draft_lookup='on' is not supported with a SPIRe draft, whose feedback "
-                f"memory allows one token per pass; use draft_lookup='off'{instead}"
-            )
 
     def _check_tokenizers(self, target: ModelConfig, draft: ModelConfig) -> None:
         if target.skip_tokenizer_init:
@@ -208,13 +196,10 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         if self.draft_lookup == "on":
             self._check_lookups(vllm_config)
         elif self.draft_lookup == "auto":
-            self.draft_lookup = "off"
             # The gain on GPUs is not measured yet, so lookups there need "on".
-            if self.adaptive and not host_lacks_latest_tokens(vllm_config):
-                with suppress(MagicDecConfigError):
-                    self._check_lookups(vllm_config)
-                    self.draft_lookup = "on"
-            if self.draft_lookup == "off" and self.draft_lookup_sources != ("context",):
+            are_on = self.adaptive and not vllm_config.use_v2_model_runner
+            self.draft_lookup = "on" if are_on else "off"
+            if not are_on and self.draft_lookup_sources != ("context",):
                 raise MagicDecConfigError(
                     f"{METHOD}: draft_lookup_sources has no use, because draft_lookup='auto' means 'off' "
                     "here; use draft_lookup='on', or remove draft_lookup_sources"
@@ -234,11 +219,11 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         if vllm_config.lora_config is None:
             return most
         scheduler = vllm_config.scheduler_config
-        return min(most, drafts_with_adapters(scheduler.max_num_seqs, scheduler.max_num_batched_tokens))
+        return min(most, _drafts_with_adapters(scheduler.max_num_seqs, scheduler.max_num_batched_tokens))
 
     def _check_datastores(self, vllm_config: VllmConfig) -> None:
         model = vllm_config.model_config
-        if not self.datastores or self.draft_lookup == "off":
+        if not self.datastores:
             return
         vocabulary = None
         if not model.skip_tokenizer_init:
@@ -308,6 +293,53 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
                 larger.append(f"{drafts}={default}")
             others = f", or values nearer to the defaults {', '.join(larger)}" if larger else ""
             raise MagicDecConfigError(f"{self.name}: {error}{others}") from None
+
+
+def _drafts_with_adapters(max_num_seqs: int, max_num_batched_tokens: int) -> int:
+    """Return the drafts per round for which vLLM's limits of a step suffice, as it demands with LoRA."""
+    return max_num_batched_tokens // max_num_seqs - 1
+
+
+def fit_adapters(
+    engine_args: Any, given: dict[str, Any], options: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Return the given fields with as many drafts under `auto` as vLLM accepts with LoRA.
+
+    `options` are command-line options by field, None if not given. The result is None if the number of
+    drafts fits or is not one: vLLM then refused something else.
+
+    Raises:
+        MagicDecConfigError: it does not fit, and vLLM's own error names none of the values.
+    """
+    typed = {name: value for name, value in options.items() if value is not None}
+    fields = {**{name.replace("-", "_"): value for name, value in given.items()}, **typed}
+    max_num_seqs, max_tokens = engine_args.max_num_seqs, engine_args.max_num_batched_tokens
+    if not engine_args.enable_lora or not max_num_seqs or not max_tokens or not selects_magicdec(fields):
+        return None
+    fitting, field = _drafts_with_adapters(max_num_seqs, max_tokens), "num_speculative_tokens"
+    drafts = fields.get(field, default_of(field))
+    if drafts == "auto":
+        field = "max_num_speculative_tokens"
+        drafts = fields.get(field)
+        if drafts is None and 1 <= fitting < DEFAULT_MAX_TOKENS:
+            logger.info_once(
+                "With LoRA, 'auto' drafts at most %d tokens a round: a step of --max-num-seqs %d has room "
+                "for no more in --max-num-batched-tokens %d.",
+                fitting,
+                max_num_seqs,
+                max_tokens,
+            )
+            return {**given, field: fitting}
+        drafts = 1 if drafts is None else drafts
+    if not isinstance(drafts, int) or drafts <= fitting:
+        return None
+    fewer = f"{field}={fitting}, " if fitting > 0 else ""
+    needed = max_num_seqs * (drafts + 1)
+    raise MagicDecConfigError(
+        f"{name_of(fields)}: with LoRA, {field}={drafts} needs --max-num-batched-tokens {needed} for "
+        f"--max-num-seqs {max_num_seqs}, not {max_tokens}; use {fewer}--max-num-seqs "
+        f"{max_tokens // (drafts + 1)}, or --max-num-batched-tokens {needed}"
+    )
 
 
 def adapt_vllm_method(spec: VllmMethodConfig, vllm_config: VllmConfig) -> None:

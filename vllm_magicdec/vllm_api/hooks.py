@@ -17,25 +17,26 @@ from typing import Any
 from vllm.logger import init_logger
 
 from vllm_magicdec import envs
-from vllm_magicdec.config import (
-    AdaptiveConfig,
-    MagicDecSpeculativeConfig,
-    VllmMethodConfig,
-    check_given,
-    extends_method,
-    fit_adapters,
-    refuse_misspelt_method,
-    selects_magicdec,
-)
+from vllm_magicdec.adaptive.request_limits import check_limit, drop_drafts
+from vllm_magicdec.config import AdaptiveConfig, MagicDecSpeculativeConfig, VllmMethodConfig
+from vllm_magicdec.config.given import check_given, extends_method, refuse_misspelt_method, selects_magicdec
 from vllm_magicdec.errors import MagicDecConfigError
+from vllm_magicdec.vllm_api.counts import add_logger, pass_on, send
+from vllm_magicdec.vllm_api.draft_window import window_proposer, window_speculator
+from vllm_magicdec.vllm_api.drafts_with_output import keep_drafts, send_drafts, update_drafts
 from vllm_magicdec.vllm_api.engine_config import (
     EngineSpeculativeConfig,
     adapt_vllm_method,
+    fit_adapters,
     reads_activations,
 )
 from vllm_magicdec.vllm_api.hook import Hook, Wrap, after, before, in_words, instead
+from vllm_magicdec.vllm_api.options import add_options
+from vllm_magicdec.vllm_api.runner_wrappers import bypass_rejection_sampler
 
 logger = init_logger(f"vllm.{__name__}")
+
+_PACKAGE = "vllm_magicdec."
 
 
 def _constructs(subclass: Callable[[dict[str, Any]], type | None]) -> Wrap:
@@ -52,7 +53,7 @@ def _constructs(subclass: Callable[[dict[str, Any]], type | None]) -> Wrap:
             # The subclass checks keywords that vLLM's class does not have.
             positional = dict(zip(signature.parameters, args, strict=False))
             made_cls = cls
-            if not cls.__module__.startswith("vllm_magicdec."):
+            if not cls.__module__.startswith(_PACKAGE):
                 made_cls = subclass({**positional, **kwargs}) or cls
             made = (
                 object.__new__(made_cls)
@@ -75,8 +76,7 @@ def _config_class(fields: dict[str, Any]) -> type | None:
     return VllmMethodConfig if extends_method(fields) else None
 
 
-def _engine_selects(arguments: dict[str, Any]) -> bool:
-    vllm_config = arguments.get("vllm_config")
+def _is_ours(vllm_config: Any) -> bool:
     return isinstance(getattr(vllm_config, "speculative_config", None), MagicDecSpeculativeConfig)
 
 
@@ -85,37 +85,23 @@ def _has_counts(vllm_config: Any) -> bool:
     return isinstance(spec, AdaptiveConfig) and (spec.adaptive or not isinstance(spec, VllmMethodConfig))
 
 
-def _v1_proposer() -> type:
-    from vllm_magicdec.vllm_api.runner_v1 import MagicDecProposer
-
-    return MagicDecProposer
-
-
 def _proposer_class(arguments: dict[str, Any]) -> type | None:
-    if not _engine_selects(arguments):
+    if not _is_ours(arguments.get("vllm_config")):
         return None
     from vllm_magicdec.vllm_api.draft_models_v1 import proposer_class
 
     return proposer_class(arguments["vllm_config"])
 
 
-def _v2_speculator() -> type:
-    from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
-
-    return MagicDecSpeculator
-
-
 def _make_speculator(original: Callable[..., Any], vllm_config: Any, device: Any, req_states: Any) -> Any:
-    if not _engine_selects({"vllm_config": vllm_config}):
-        speculator = original(vllm_config, device, req_states)
-        if _wants_window(vllm_config):
-            from vllm_magicdec.vllm_api.draft_window import window_speculator
+    if _is_ours(vllm_config):
+        from vllm_magicdec.vllm_api.draft_models_v2 import make_speculator
 
-            window_speculator(speculator, vllm_config)
-        return speculator
-    from vllm_magicdec.vllm_api.draft_models_v2 import make_speculator
-
-    return make_speculator(vllm_config, device, req_states)
+        return make_speculator(vllm_config, device, req_states)
+    speculator = original(vllm_config, device, req_states)
+    if _wants_window(vllm_config):
+        window_speculator(speculator, vllm_config)
+    return speculator
 
 
 def _wants_window(vllm_config: Any) -> bool:
@@ -125,8 +111,6 @@ def _wants_window(vllm_config: Any) -> bool:
 
 def _add_options(parser: Any, *_: Any) -> Any:
     try:
-        from vllm_magicdec.vllm_api.options import add_options
-
         return add_options(parser)
     except Exception as error:  # other methods use this parser too
         logger.warning("vllm-magicdec adds no options to vLLM's command line (%s).", in_words(error))
@@ -147,7 +131,7 @@ def _check_configuration(original: Callable[..., Any], engine_args: Any, *args: 
     try:
         vllm_config = original(engine_args, *args, **kwargs)
     except ValueError as error:
-        fields = _fit_adapters(engine_args, given or {}, options) if type(error) is ValueError else None
+        fields = fit_adapters(engine_args, given or {}, options) if type(error) is ValueError else None
         if fields is None:
             raise
         engine_args.speculative_config = fields
@@ -162,30 +146,6 @@ def _check_configuration(original: Callable[..., Any], engine_args: Any, *args: 
     return vllm_config
 
 
-def _fit_adapters(
-    engine_args: Any, given: dict[str, Any], options: dict[str, Any]
-) -> dict[str, Any] | None:
-    """Return the given fields with a number of drafts that vLLM accepts with LoRA; None: it does already.
-
-    vLLM's own error names none of the values.
-    """
-    typed = {name: value for name, value in options.items() if value is not None}
-    fields = {**{name.replace("-", "_"): value for name, value in given.items()}, **typed}
-    limits = engine_args.max_num_seqs, engine_args.max_num_batched_tokens
-    if not engine_args.enable_lora or None in limits or not selects_magicdec(fields):
-        return None
-    fitting = fit_adapters(fields, *limits)
-    if fitting is None:
-        return None
-    logger.info_once(
-        "With LoRA, 'auto' drafts at most %d tokens a round: a step of --max-num-seqs %d has room for no "
-        "more in --max-num-batched-tokens %d.",
-        fitting,
-        *limits,
-    )
-    return {**given, "max_num_speculative_tokens": fitting}
-
-
 def _reserve_memory(
     original: Callable[..., Any],
     vllm_config: Any,
@@ -193,28 +153,28 @@ def _reserve_memory(
     available_memory: list[int],
     *args: Any,
 ) -> Any:
-    if not _engine_selects({"vllm_config": vllm_config}):
-        return original(vllm_config, kv_cache_specs, available_memory, *args)
-    from vllm_magicdec.vllm_api.kv_cache import leave_memory_for_drafting
+    if _is_ours(vllm_config):
+        from vllm_magicdec.vllm_api.kv_cache import leave_memory_for_drafting
 
-    available_memory = [
-        leave_memory_for_drafting(vllm_config, specs, available)
-        for specs, available in zip(kv_cache_specs, available_memory, strict=True)
-    ]
+        available_memory = [
+            leave_memory_for_drafting(vllm_config, specs, available)
+            for specs, available in zip(kv_cache_specs, available_memory, strict=True)
+        ]
     return original(vllm_config, kv_cache_specs, available_memory, *args)
 
 
 def _pass_adapters(batch: Any, runner: Any, *_: Any, **__: Any) -> Any:
-    if runner.lora_config is not None and _engine_selects({"vllm_config": runner.vllm_config}):
+    if runner.lora_config is not None and _is_ours(runner.vllm_config):
         from vllm_magicdec.vllm_api.adapters import pass_adapters
 
         pass_adapters(runner, batch)
     return batch
 
 
-def _check_drafter(runner: Any, drafter: Any, make_ours: Callable[[], type]) -> None:
+def _check_drafter(runner: Any, drafter: Any) -> None:
     """Refuse to start with a drafter that another plugin has put in place of the method's own."""
-    if _engine_selects({"vllm_config": runner.vllm_config}) and not isinstance(drafter, make_ours()):
+    is_drafter_ours = any(cls.__module__.startswith(_PACKAGE) for cls in type(drafter).__mro__)
+    if _is_ours(runner.vllm_config) and not is_drafter_ours:
         made = f"{type(drafter).__module__}.{type(drafter).__qualname__}"
         raise MagicDecConfigError(
             f"{runner.vllm_config.speculative_config.name}: another plugin makes the drafter ({made}); "
@@ -223,25 +183,25 @@ def _check_drafter(runner: Any, drafter: Any, make_ours: Callable[[], type]) -> 
 
 
 def _before_loading_v2(runner: Any, *_: Any, **__: Any) -> None:
-    _check_drafter(runner, runner.speculator, _v2_speculator)
+    _check_drafter(runner, runner.speculator)
     spec = runner.vllm_config.speculative_config
     if isinstance(spec, MagicDecSpeculativeConfig) and reads_activations(spec):
         runner.use_aux_hidden_state_outputs = True
 
 
 def _send_with_output(output: Any, runner: Any, *_: Any, **__: Any) -> Any:
-    if not _engine_selects({"vllm_config": runner.vllm_config}):
+    if not _is_ours(runner.vllm_config):
         return output
-    from vllm_magicdec.vllm_api.counts import send
-    from vllm_magicdec.vllm_api.drafts_with_output import send_drafts
+    return send_drafts(runner, send(_draft_of(runner).counts, output))
 
-    draft = getattr(runner, "drafter", None) or runner.speculator
-    return send_drafts(runner, send(draft.counts, output))
+
+def _draft_of(runner: Any) -> Any:
+    return getattr(runner, "drafter", None) or runner.speculator
 
 
 def _update_draft(nothing: None, runner: Any, *_: Any, **__: Any) -> None:
-    if _engine_selects({"vllm_config": runner.vllm_config}):
-        (getattr(runner, "drafter", None) or runner.speculator).update_weights()
+    if _is_ours(runner.vllm_config):
+        _draft_of(runner).update_weights()
 
 
 def _refuse_draft_update(worker: Any) -> None:
@@ -252,17 +212,10 @@ def _refuse_draft_update(worker: Any) -> None:
         )
 
 
-def _update_draft_of(nothing: None, worker: Any) -> None:
-    _update_draft(nothing, worker.model_runner)
-
-
 def _receive_with_output(
     outputs: Any, scheduler: Any, scheduler_output: Any, model_runner_output: Any
 ) -> Any:
     if _has_counts(scheduler.vllm_config):
-        from vllm_magicdec.vllm_api.counts import pass_on
-        from vllm_magicdec.vllm_api.drafts_with_output import keep_drafts
-
         pass_on(scheduler, model_runner_output, outputs.values())
         keep_drafts(scheduler, model_runner_output)
     return outputs
@@ -270,29 +223,13 @@ def _receive_with_output(
 
 def _use_received_drafts(original: Callable[..., Any], core: Any, model_executed: bool) -> None:
     # In vLLM 0.32, post_step only requests the drafts.
-    if model_executed and _engine_selects({"vllm_config": core.vllm_config}):
-        from vllm_magicdec.vllm_api.drafts_with_output import update_drafts
-
-        if update_drafts(core.scheduler):
-            return
-    original(core, model_executed)
-
-
-def _check_limit(*arguments: Any) -> None:
-    from vllm_magicdec.adaptive.request_limits import check_limit
-
-    check_limit(*arguments)
-
-
-def _drop_drafts(*arguments: Any, **options: Any) -> None:
-    from vllm_magicdec.adaptive.request_limits import drop_drafts
-
-    drop_drafts(*arguments, **options)
+    if not (model_executed and _is_ours(core.vllm_config) and update_drafts(core.scheduler)):
+        original(core, model_executed)
 
 
 def _attend_natively(vllm_config: Any, kv_cache_config: Any, device: Any) -> None:
     # Engines with a method of the plugin have the field `native_attention` instead.
-    if not envs.native_attention() or device.type != "cpu" or _engine_selects({"vllm_config": vllm_config}):
+    if not envs.native_attention() or device.type != "cpu" or _is_ours(vllm_config):
         return
     from vllm_magicdec.attention.native_attention import use_native_attention
 
@@ -305,15 +242,11 @@ def _before_kv_cache_v1(runner: Any, kv_cache_config: Any, *_: Any, **__: Any) -
     is_stateless = isinstance(spec, VllmMethodConfig) and spec.method == "ngram"
     # A target with recurrent state must be told of every step how many drafts were accepted.
     if is_stateless and runner.device.type == "cpu" and not runner.model_config.is_hybrid:
-        from vllm_magicdec.vllm_api.runner_wrappers import bypass_rejection_sampler
-
         bypass_rejection_sampler(runner)
     drafter = getattr(runner, "drafter", None)  # None in the first stages of a pipeline
     if drafter is not None and _wants_window(runner.vllm_config):
-        from vllm_magicdec.vllm_api.draft_window import window_proposer
-
         window_proposer(drafter, runner.vllm_config)
-    _check_drafter(runner, drafter, _v1_proposer)
+    _check_drafter(runner, drafter)
     _attend_natively(runner.vllm_config, kv_cache_config, runner.device)
 
 
@@ -331,8 +264,6 @@ def _attend_natively_v2(
 
 def _export_counts(nothing: None, manager: Any, vllm_config: Any, *_: Any, **__: Any) -> None:
     if _has_counts(vllm_config):
-        from vllm_magicdec.vllm_api.counts import add_logger
-
         add_logger(manager, vllm_config)
 
 
@@ -386,7 +317,7 @@ HOOKS_BESIDE_REGISTRY = (
         "vllm.v1.worker.gpu_worker",
         "Worker.finish_weight_update(self)",
         reason="the same for weights that a trainer sends",
-        wrap=after(_update_draft_of),
+        wrap=after(lambda nothing, worker: _update_draft(nothing, worker.model_runner)),
     ),
     Hook.of(
         "vllm.v1.core.sched.scheduler",
@@ -398,13 +329,13 @@ HOOKS_BESIDE_REGISTRY = (
         "vllm.v1.engine.input_processor",
         "InputProcessor._validate_params(self, params, supported_tasks)",
         reason="a client gets a sentence for a limit of drafts that is none",
-        wrap=before(_check_limit),
+        wrap=before(check_limit),
     ),
     Hook.of(
         "vllm.v1.core.sched.scheduler",
         "Scheduler.schedule(self, throttle_prefills)",
         reason="a request may limit its drafts, in engines of every method",
-        wrap=before(_drop_drafts),
+        wrap=before(drop_drafts),
     ),
     Hook.of(
         "vllm.v1.metrics.loggers",

@@ -2,24 +2,14 @@
 """Command-line options of the plugin, and display of its configuration errors."""
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from types import TracebackType
 from typing import Any
 
-from pydantic.fields import FieldInfo
 from vllm.config.utils import get_attr_docs
 
-from vllm_magicdec.config import (
-    MagicDecFields,
-    check_field_names,
-    documented_fields,
-    refuse_misspelt_method,
-    selects_magicdec,
-    user_fields,
-)
+from vllm_magicdec.config.fields import MagicDecFields, default_of, documented_fields, user_fields
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError, quoted
 
 
@@ -65,25 +55,16 @@ def _number_or_auto(text: str) -> int | str:
 
 
 def _checked_fields(parse: Any) -> Callable[[str], Any]:
-    """Extend the parser of --speculative-config with a check of field names."""
+    """Say in a sentence what --speculative-config takes; `create_engine_config` checks the fields."""
 
     def parse_and_check(text: str) -> Any:
         example = f'write it as \'{{"method": "{METHOD}"}}\''
         try:
-            value = parse(text) if callable(parse) else json.loads(text)
+            value = parse(text)
         except (argparse.ArgumentTypeError, ValueError, RecursionError):
             raise argparse.ArgumentTypeError(f"{quoted(text)} is not JSON; {example}") from None
-        if value is None:
-            return None
-        if not isinstance(value, dict):
+        if not isinstance(value, dict | None):
             raise argparse.ArgumentTypeError(f"{quoted(value)} is not a JSON object; {example}")
-        names = {name.replace("-", "_"): v for name, v in value.items()}
-        try:
-            refuse_misspelt_method(names)
-            if selects_magicdec(names):
-                check_field_names(names)
-        except MagicDecConfigError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
         return value
 
     return parse_and_check
@@ -92,15 +73,12 @@ def _checked_fields(parse: Any) -> Callable[[str], Any]:
 def _help_text() -> str:
     """Return one paragraph, because vLLM's help pages show only the first of a group."""
     docs = get_attr_docs(MagicDecFields)
-    defaults = {f.name: f.default for f in fields(MagicDecFields)}
     sentences = [
         "Draft with the served model itself over a sparse view of its KV cache: --speculative-model "
         f"{METHOD}. Fields of --speculative-config for this method (or --speculative-config.FIELD VALUE):"
     ]
     for name in documented_fields():
-        default = defaults[name]
-        value = default.default if isinstance(default, FieldInfo) else default
-        sentences.append(f"{name} (default {value}): {' '.join(docs[name].split())}")
+        sentences.append(f"{name} (default {default_of(name)}): {' '.join(docs[name].split())}")
     others = [name for name in user_fields() if name not in documented_fields()]
     sentences.append(f"It also takes vLLM's own {', '.join(others)}.")
     return " ".join(sentences).replace("%", "%%")

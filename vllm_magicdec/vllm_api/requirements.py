@@ -17,10 +17,7 @@ _SPEC_DECODE = f"{_GPU}.spec_decode"
 # By module: functions, classes and attributes of classes, with the parameters or fields in use. A name
 # that begins with a dot belongs to the class before it.
 _NAMES = {
-    "vllm.engine.arg_utils": """
-        EngineArgs(speculative_config, spec_method, spec_model, spec_tokens)
-        .create_speculative_config(target_model_config)
-    """,
+    "vllm.engine.arg_utils": "EngineArgs(speculative_config, spec_method, spec_model, spec_tokens)",
     "vllm.config": "get_layers_from_vllm_config(vllm_config, layer_type)",
     "vllm.config.utils": "config get_attr_docs",
     "vllm.config.speculative": """
@@ -91,11 +88,11 @@ _NAMES = {
         .supports_draft_decode_metadata_update .update_draft_decode_metadata(attn_metadata)
     """,
     "vllm.v1.worker.gpu_input_batch": """
-        InputBatch .req_prompt_embeds .is_token_ids .generators .token_ids_cpu .num_computed_tokens_cpu
+        InputBatch .req_prompt_embeds .is_token_ids .generators .token_ids_cpu
         .request_lora_mapping CachedRequestState(output_token_ids, mrope_positions, mrope_position_delta)
     """,
     "vllm.v1.worker.gpu_model_runner": """
-        GPUModelRunner .attn_groups .num_prompt_logprobs .requests .effective_drafter_max_model_len
+        GPUModelRunner .attn_groups .requests .effective_drafter_max_model_len
         .use_aux_hidden_state_outputs .execute_model_state .mrope_positions ._sample ._bookkeeping_sync
         .discard_request_mask ._get_positions(num_tokens) .take_draft_token_ids
         ExecuteModelState(aux_hidden_states, slot_mappings)

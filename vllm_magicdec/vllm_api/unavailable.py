@@ -45,19 +45,20 @@ def _refuse_on_command_line(parser: Any, *_: Any, **__: Any) -> Any:
     return parser
 
 
-_CONFIG_HOOK = Hook.of(
-    "vllm.config",
-    "SpeculativeConfig.__new__",
-    reason="the plugin's methods must be refused here before vLLM refuses them as unknown",
-    wrap=_refuse_to_construct,
+HOOKS = (
+    Hook.of(
+        "vllm.config",
+        "SpeculativeConfig.__new__",
+        reason="the plugin's methods must be refused here before vLLM refuses them as unknown",
+        wrap=_refuse_to_construct,
+    ),
+    Hook.of(
+        "vllm.engine.arg_utils",
+        "EngineArgs.add_cli_args(parser)",
+        reason="--speculative-model must be refused with the reason, not as an unknown option",
+        wrap=after(_refuse_on_command_line),
+    ),
 )
-_OPTIONS_HOOK = Hook.of(
-    "vllm.engine.arg_utils",
-    "EngineArgs.add_cli_args(parser)",
-    reason="--speculative-model must be refused with the reason, not as an unknown option",
-    wrap=after(_refuse_on_command_line),
-)
-HOOKS = (_CONFIG_HOOK, _OPTIONS_HOOK)
 
 
 def explain(reason: str) -> None:
