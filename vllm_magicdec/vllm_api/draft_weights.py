@@ -293,8 +293,8 @@ class PackedLinear(_Packed, LinearMethodBase):
 class PackedUnembedding(_Packed, UnquantizedEmbeddingMethod):
     """An unembedding with packed weights of 8 bits, beside the target's own weights.
 
-    With 4 bits it would change more drafts than all other layers together (SmolLM2: 17 % of the tokens are
-    no longer the target's first choice, with 4 bits in the other layers 3 %).
+    With 4 bits alone here, another token would come first in 17 % of the positions with SmolLM2 and in 6 %
+    with the shipped model; with 8 bits in 2 and 1 %.
     """
 
     def __init__(self) -> None:
