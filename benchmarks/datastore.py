@@ -122,7 +122,7 @@ def walk(
     while position < len(tokens):
         began = perf_counter_ns()
         matches = [look_up[source]() for source in sources]
-        choice = choose(matches, calibrations, MIN_ACCEPTANCE)
+        source, choice = choose(matches, calibrations, MIN_ACCEPTANCE)
         done.times_us.append((perf_counter_ns() - began) / 1e3)
         followed = tokens[position : position + most]
         right = 0
@@ -133,7 +133,7 @@ def walk(
         done.offered += len(choice.tokens)
         done.right += right
         if "datastore" in sources:
-            done.from_datastore += bool(choice.tokens) and sources[choice.source] == "datastore"
+            done.from_datastore += bool(choice.tokens) and sources[source] == "datastore"
             done.longest_in_datastore += matches[sources.index("datastore")].length == MAX_MATCH
         index.extend(text[position : position + right + 1])
         position += right + 1
@@ -199,7 +199,7 @@ def measure_times(path: Path, vocab_size: int, tokens: Sequence[int], most: int)
     ends = np.linspace(MAX_MATCH, len(text) - 1, TIMED).astype(int)
     random.Random(0).shuffle(ends)
     forget(path)
-    store = Datastore.open(path, vocab_size)
+    store = Datastore(path, vocab_size)
     times = {}
     for name in ("cold", "warm"):
         seen = []
@@ -251,7 +251,7 @@ def run(args: argparse.Namespace, folder: Path) -> None:
     vocabulary = Vocabulary.of(tokenizer.get_vocab())
     texts = excerpts(tokenizer, args.excerpts, max(args.context) + args.tokens, args.documents)
     record["times"] = measure_times(path, vocabulary.size, list(itertools.chain(*texts)), args.most)
-    store = Datastore.open(path, vocabulary.size, vocabulary)
+    store = Datastore(path, vocabulary.size, vocabulary)
     record["datastore"] = asdict(store.header)
     record["cells"] = [
         cell

@@ -93,7 +93,7 @@ def find_runner() -> str:
 
 def find_kernel() -> str:
     """Describe the attention kernel for CPUs."""
-    from vllm_magicdec.attention.native_attention import UnreadableError, find_kernel
+    from vllm_magicdec.native.library import UnreadableError, find_kernel
 
     try:
         return f"the plugin's, for {find_kernel().variant.description}"

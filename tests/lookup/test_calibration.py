@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_magicdec.lookup.calibration import Calibration, choose
 from vllm_magicdec.lookup.context_index import Match
+from vllm_magicdec.lookup.continuation import Continuation
 
 NONE = Match(0, [], [])
 
@@ -35,8 +36,7 @@ def test_chances_become_those_seen(true_chance):
 def test_nothing_is_chosen_without_a_likely_match():
     unlikely = Match(2, [1, 2], [0.05, 1.0])
     for matches in ([NONE, NONE], [unlikely, NONE]):
-        choice = choose(matches, [Calibration(), Calibration()], 0.1)
-        assert (choice.source, choice.tokens, choice.chances) == (0, [], [])
+        assert choose(matches, [Calibration(), Calibration()], 0.1) == (0, Continuation([], []))
 
 
 shares = st.lists(st.floats(0.05, 1.0), max_size=6)
@@ -61,9 +61,9 @@ def test_no_other_source_has_more_expected_tokens(found, min_acceptance):
     def expected(chances):
         return sum(math.prod(chances[: step + 1]) for step in range(len(chances)))
 
-    choice = choose(matches, [calibration] * len(matches), min_acceptance)
-    assert choice.chances == chances_of(matches[choice.source])
-    assert choice.tokens == matches[choice.source].tokens[: len(choice.chances)]
+    source, choice = choose(matches, [calibration] * len(matches), min_acceptance)
+    assert choice.chances == chances_of(matches[source])
+    assert choice.tokens == matches[source].tokens[: len(choice.chances)]
     most = max(expected(chances_of(match)) for match in matches)
     assert expected(choice.chances) == pytest.approx(most)
     for match in matches:

@@ -59,7 +59,7 @@ def test_continuations_equal_the_references(num_tokens, vocab_size, data):
     documents = [*data.draw(st.lists(text, max_size=6)), [0, 0]]
     with tempfile.TemporaryDirectory() as folder:
         header = write(Path(folder, "d"), documents, vocab_size)
-        store = Datastore.open(Path(folder, "d"), vocab_size)
+        store = Datastore(Path(folder, "d"), vocab_size)
         assert header.num_documents == sum(map(bool, documents))
         for latest in data.draw(st.lists(text, min_size=1, max_size=8)):
             most = data.draw(st.integers(1, 12))
@@ -83,7 +83,7 @@ def test_matches_in_a_text_of_phrases_equal_the_references(data):
     documents.append([1, 2, 3])
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder, "d"), documents, 10)
-        store = Datastore.open(Path(folder, "d"), 10)
+        store = Datastore(Path(folder, "d"), 10)
         for document in documents:
             for end in range(len(document) + 1):
                 latest, of_store = document[:end], found(store, document[:end], 5)
@@ -99,7 +99,7 @@ def test_matches_in_a_text_of_phrases_equal_the_references(data):
 def test_ids_outside_of_the_vocabulary_match_nothing(path, vocab_size):
     """Nor does the separator, which is an id of a model with a padded vocabulary."""
     write(path, [[1, 2, 3], [1, 2, 3]], vocab_size)
-    store = Datastore.open(path, vocab_size + 64)
+    store = Datastore(path, vocab_size + 64)
     for strange in (-1, vocab_size, vocab_size + 1, 2**31 - 1):
         assert found(store, [3, strange], 3) == found(store, [strange], 3) == (0, [], [])
         assert found(store, [strange, 1, 2], 3) == (2, [3], [1.0])
@@ -110,7 +110,7 @@ def test_many_occurrences_are_sampled(path):
     nexts = rng.choice([3, 4, 5], size=10_000, p=[0.2, 0.7, 0.1])
     documents = [[int(rng.integers(50)), 1, 2, int(following), 6] for following in nexts]
     write(path, documents)
-    length, tokens, shares = found(Datastore.open(path, 100), [1, 2], 3)
+    length, tokens, shares = found(Datastore(path, 100), [1, 2], 3)
     assert (length, tokens) == (2, [4, 6])
     assert shares == [pytest.approx(0.7, abs=3 * (0.7 * 0.3 / MAX_SAMPLES) ** 0.5), 1.0]
 
@@ -123,7 +123,7 @@ def test_tokens_have_the_smallest_type(path, vocab_size, token_bytes):
     assert header.num_tokens == 3 * 4001
     size = sum((path / name).stat().st_size for name in FILES)
     assert size <= header.num_tokens * (token_bytes + 4) + 1000
-    assert header == Datastore.open(path, vocab_size).header
+    assert header == Datastore(path, vocab_size).header
 
 
 def test_a_failed_datastore_leaves_no_files(path):
@@ -170,7 +170,7 @@ def test_damage_is_reported_in_one_sentence(path, damage):
     change, sentence = DAMAGES[damage]
     change(path)
     with pytest.raises(MagicDecConfigError, match=sentence) as raised:
-        Datastore.open(path, 100_000)
+        Datastore(path, 100_000)
     assert str(path) in str(raised.value) and "magicdec index FILES" in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -179,7 +179,7 @@ def test_damage_is_reported_in_one_sentence(path, damage):
 def test_a_file_that_is_cut_while_in_use_fails_lookups_not_the_process(path, name):
     """Reading a mapped page that its file has lost would be a SIGBUS."""
     write(path, [list(range(100)) * 1000])
-    store = Datastore.open(path, 100)
+    store = Datastore(path, 100)
     assert found(store, [5, 6], 2) == (2, [7, 8], [1.0, 1.0])
     with (path / name).open("r+b") as file:
         file.truncate(100)
@@ -191,11 +191,11 @@ def test_another_tokenizer_is_refused(path):
     ids = {"a": 0, "b": 1, "c": 3}
     vocabulary = Vocabulary.of(ids)
     datastore_files.write(path, [np.array([0, 1, 3])], vocabulary, "a-model")
-    assert Datastore.open(path, 4, Vocabulary.of(dict(reversed(ids.items())))).header.vocab_size == 4
-    assert Datastore.open(path, 64).header.model == "a-model"
+    assert Datastore(path, 4, Vocabulary.of(dict(reversed(ids.items())))).header.vocab_size == 4
+    assert Datastore(path, 64).header.model == "a-model"
     for vocab_size, other in ((4, {"a": 1, "b": 0, "c": 3}), (5, {**ids, "d": 4}), (3, None)):
         with pytest.raises(MagicDecConfigError, match="another tokenizer, that of 'a-model'"):
-            Datastore.open(path, vocab_size, Vocabulary.of(other) if other else None)
+            Datastore(path, vocab_size, Vocabulary.of(other) if other else None)
 
 
 @settings(max_examples=50, deadline=None)
@@ -210,7 +210,7 @@ def test_random_positions_do_not_crash_the_process(data):
         tokens = data.draw(st.lists(st.integers(0, 255), min_size=9, max_size=9))
         np.save(path / "suffix_array.npy", np.array(places, dtype=np.uint32))
         np.save(path / "tokens.npy", np.array(tokens, dtype=np.uint8))
-        store = Datastore.open(path, 10)
+        store = Datastore(path, 10)
         for latest in ([1, 2], [3, 1, 2], tokens):
             assert len(found(store, latest, 4)[1]) <= 4
 

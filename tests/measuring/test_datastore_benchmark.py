@@ -19,7 +19,7 @@ KNOWN = list(range(500))  # in the datastore
 @pytest.fixture
 def store(tmp_path):
     datastore_files.write(tmp_path / "d", [np.array(KNOWN)], Vocabulary(VOCAB, ""), "")
-    return Datastore.open(tmp_path / "d", VOCAB)
+    return Datastore(tmp_path / "d", VOCAB)
 
 
 def walk(text, context, sources, store):

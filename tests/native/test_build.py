@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_magicdec.attention import native_attention
+from vllm_magicdec.native import library
 from vllm_magicdec.native.library import UnreadableError
 
 PROJECT = Path(__file__).parents[2]
@@ -26,6 +26,6 @@ def test_without_a_compiler_it_installs_without_the_kernel(compiler, tmp_path):
 
 
 def test_without_the_kernel_the_reason_is_given(monkeypatch):
-    monkeypatch.setattr(native_attention, "best_variant", lambda: None)
+    monkeypatch.setattr(library, "best_variant", lambda: None)
     with pytest.raises(UnreadableError, match=r"was not built, as there was no C\+\+ compiler"):
-        native_attention.find_kernel()
+        library.find_kernel()

@@ -30,7 +30,7 @@ def index(*arguments: object) -> int:
 
 
 def documents_of(path: Path) -> list[list[int]]:
-    header, tokens, _ = datastore_files.read(path)
+    header, tokens, _ = datastore_files.read(path, 2**20)
     ends = np.flatnonzero(tokens == header.separator)
     return [part[part != header.separator].tolist() for part in np.split(tokens, ends + 1)[:-1]]
 
@@ -55,7 +55,7 @@ def test_every_format_gives_the_same_documents(tmp_path, out, capsys):
     files = [*(tmp_path / f"{number}.txt" for number in range(3)), tmp_path / "some.jsonl"]
     assert index(*files, "--model", MODEL, "--out", out) == 0
     assert documents_of(out) == encoded(TEXTS * 2)
-    header, _, _ = datastore_files.read(out)
+    header, _, _ = datastore_files.read(out, 2**20)
     vocabulary = Vocabulary.of(tokenizer().get_vocab())
     assert (header.vocab_size, header.vocab_fingerprint) == (vocabulary.size, vocabulary.fingerprint)
     said = capsys.readouterr().out

@@ -94,7 +94,7 @@ def test_the_same_command_resumes(target, data, tmp_path, capsys, monkeypatch):
     [
         "vllm_magicdec.spire.files.save",
         "vllm_magicdec.spire.training.Trainer.evaluate",
-        "vllm_magicdec.spire.card.make_card",
+        "vllm_magicdec.spire.files.make_card",
     ],
 )
 def test_an_interruption_after_the_last_step_loses_nothing(

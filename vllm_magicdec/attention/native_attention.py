@@ -28,8 +28,7 @@ from vllm_magicdec.native.library import (
     CacheAttention,
     Kernel,
     UnreadableError,
-    best_variant,
-    load,
+    find_kernel,
 )
 
 logger = init_logger(f"vllm.{__name__}")
@@ -86,20 +85,6 @@ def _bind_in_huge_pages(bind: Callable[[torch.Tensor], None], kv_cache: torch.Te
 
 def _log_fallback(reason: UnreadableError) -> None:
     logger.info_once("%s: using vLLM's attention: %s.", METHOD, reason)
-
-
-def find_kernel() -> Kernel:
-    """Load the best variant that was built and that this machine supports, or raise UnreadableError."""
-    variant = best_variant()
-    if variant is None:
-        raise UnreadableError(
-            "the plugin's own kernel was not built, as there was no C++ compiler (GCC 12 or newer) when "
-            "it was installed"
-        )
-    try:
-        return load(variant)
-    except OSError as error:
-        raise UnreadableError(f"the plugin's own kernel cannot be loaded ({error})") from None
 
 
 def native_of(impl: Any) -> "NativeAttention | None":

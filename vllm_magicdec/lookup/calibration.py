@@ -8,11 +8,11 @@ followed, so that one with a bad start can recover.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from vllm_magicdec.lookup.context_index import MAX_MATCH, Match
+from vllm_magicdec.lookup.continuation import Continuation
 
 _MEMORY = 1000  # observations per match length until the weight of one decays to 1/e
 _PRIOR_WEIGHT = 8  # observations that the prior counts for
@@ -65,28 +65,18 @@ class Calibration:
         self._expected[length] = self._expected[length] * decay + share
 
 
-@dataclass(frozen=True)
-class Best:
-    """The continuation with the most expected tokens."""
+def choose(
+    matches: Sequence[Match], calibrations: Sequence[Calibration], min_acceptance: float
+) -> tuple[int, Continuation]:
+    """Return the source and the continuation with the most expected tokens.
 
-    source: int  # index of the match
-    tokens: list[int]  # the likely ones of the match
-    chances: list[float]  # see `Calibration.chances`
-
-
-def choose(matches: Sequence[Match], calibrations: Sequence[Calibration], min_acceptance: float) -> Best:
-    """Return the continuation with the most expected tokens.
-
-    Args:
-        matches: one or more, of one text, by source.
-        calibrations: by source.
-        min_acceptance: see `Calibration.chances`.
+    `matches` of one text and `calibrations` are by source; for `min_acceptance` see `Calibration.chances`.
     """
-    best, most_expected = Best(0, [], []), 0.0
+    best, most_expected = (0, Continuation([], [])), 0.0
     for source, (match, calibration) in enumerate(zip(matches, calibrations, strict=True)):
         chances, expected = calibration.chances(match.length, match.shares, min_acceptance)
         if expected > most_expected:
-            best, most_expected = Best(source, match.tokens[: len(chances)], chances), expected
+            best, most_expected = (source, Continuation(match.tokens[: len(chances)], chances)), expected
     return best
 
 

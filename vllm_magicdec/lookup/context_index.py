@@ -22,6 +22,7 @@ MAX_MATCH = 32  # tokens; longer matches count as this
 MAX_CANDIDATES = 1024  # latest positions of a chain that are compared
 MAX_LONGEST = 64  # latest matches of MAX_MATCH tokens that are used: a bound for repetitive contexts
 _MIN_CAPACITY = 256  # tokens; a power of two
+_NO_TOKEN = 2**31  # beyond int32
 
 
 @dataclass(frozen=True)
@@ -134,8 +135,8 @@ def _token(tokens, ahead, position):  # type: ignore[no-untyped-def]
 
 
 @njit
-def table_size(max_tokens):  # type: ignore[no-untyped-def]
-    """Return the size of `tally`'s hash table for so many tokens: a power of two, at most half full."""
+def _table_size(max_tokens):  # type: ignore[no-untyped-def]
+    """Return the size of `_tally`'s hash table for so many tokens: a power of two, at most half full."""
     size = 2
     while size < 2 * max_tokens:
         size *= 2
@@ -143,7 +144,7 @@ def table_size(max_tokens):  # type: ignore[no-untyped-def]
 
 
 @njit
-def tally(table, choices, counts, num_choices, token):  # type: ignore[no-untyped-def]
+def _tally(table, choices, counts, num_choices, token):  # type: ignore[no-untyped-def]
     """Count a token among the first `num_choices` of `choices`, or as a new one; return their number.
 
     `table` maps the token's hash to its index in `choices`, or -1.
@@ -194,42 +195,59 @@ def _find(tokens, previous, latest, ahead, end, pairs, matches):  # type: ignore
 
 
 @njit
-def _look_up(tokens, previous, latest, given, found, shares, min_match):  # type: ignore[no-untyped-def]
-    """Fill `found` and `shares` with the continuation after `given`; return the length of the match."""
-    num_tokens, max_tokens = len(tokens), len(found)
-    end = num_tokens + len(given)
-    # The continuation is appended to `ahead`: an occurrence near the end of the context continues in it.
-    ahead = np.empty(len(given) + max_tokens, dtype=np.int32)
-    ahead[: len(given)] = given
-    matches = np.empty(MAX_CANDIDATES, dtype=np.int32)
-    num_matches, length = 0, 0
-    if end >= 2:
-        num_matches, length = _find(tokens, previous, latest, ahead, end, 1, matches)
-    if num_matches == 0 and end >= 1 and min_match == MIN_MATCH:
-        num_matches, length = _find(tokens, previous, latest, ahead, end, 0, matches)
-    if num_matches == 0:
-        return 0
+def continue_all(tokens, given, ends, separator, lowest_first, found, shares):  # type: ignore[no-untyped-def]
+    """Fill `found` and `shares` with the likeliest continuation of occurrences; return its length.
 
-    choices = np.empty(num_matches, dtype=np.int32)
-    counts = np.empty(num_matches, dtype=np.int32)
-    tables = np.empty(table_size(num_matches), dtype=np.int32)
-    for step in range(max_tokens):
+    Args:
+        given: tokens after the text. The continuation follows them, and an occurrence near the end of the
+            text continues in both.
+        ends: positions of the occurrences' last tokens; overwritten.
+        separator: the token that ends an occurrence's text.
+        lowest_first: whether the lowest id wins at a tie, or the one seen first.
+    """
+    ahead = np.empty(len(given) + len(found), dtype=np.int64)
+    ahead[: len(given)] = given
+    num_ends = len(ends)
+    choices = np.empty(num_ends, dtype=np.int64)
+    counts = np.empty(num_ends, dtype=np.int64)
+    tables = np.empty(_table_size(num_ends), dtype=np.int32)
+    for step in range(len(found)):
         num_choices, best = 0, 0
-        table = tables[: table_size(num_matches)]
+        table = tables[: _table_size(num_ends)]
         table[:] = -1
-        for index in range(num_matches):
-            token = _token(tokens, ahead, matches[index] + 1 + step)
-            num_choices = tally(table, choices, counts, num_choices, token)
+        for index in range(num_ends):
+            token = _token(tokens, ahead, ends[index] + 1 + step)
+            if token != separator:
+                num_choices = _tally(table, choices, counts, num_choices, token)
+        if num_choices == 0:
+            return step
         for choice in range(num_choices):
-            if counts[choice] > counts[best]:  # at a tie the one seen last
+            more = counts[choice] - counts[best]
+            if more > 0 or (more == 0 and lowest_first and choices[choice] < choices[best]):
                 best = choice
         token = choices[best]
         found[step] = ahead[len(given) + step] = token
-        shares[step] = counts[best] / num_matches
+        shares[step] = counts[best] / num_ends  # texts that end here did not continue with it
         kept = 0
-        for index in range(num_matches):
-            if _token(tokens, ahead, matches[index] + 1 + step) == token:
-                matches[kept] = matches[index]
+        for index in range(num_ends):
+            if _token(tokens, ahead, ends[index] + 1 + step) == token:
+                ends[kept] = ends[index]
                 kept += 1
-        num_matches = kept
+        num_ends = kept
+    return len(found)
+
+
+@njit
+def _look_up(tokens, previous, latest, given, found, shares, min_match):  # type: ignore[no-untyped-def]
+    """Fill `found` and `shares` with the continuation after `given`; return the length of the match."""
+    end = len(tokens) + len(given)
+    matches = np.empty(MAX_CANDIDATES, dtype=np.int32)
+    num_matches, length = 0, 0
+    if end >= 2:
+        num_matches, length = _find(tokens, previous, latest, given, end, 1, matches)
+    if num_matches == 0 and end >= 1 and min_match == MIN_MATCH:
+        num_matches, length = _find(tokens, previous, latest, given, end, 0, matches)
+    if num_matches == 0:
+        return 0
+    continue_all(tokens, given, matches[:num_matches], _NO_TOKEN, False, found, shares)
     return length

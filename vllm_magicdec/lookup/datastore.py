@@ -13,8 +13,8 @@ from numba import njit
 from typing_extensions import override
 
 from vllm_magicdec.lookup import datastore_files
-from vllm_magicdec.lookup.context_index import MAX_MATCH, Match, Source, table_size, tally
-from vllm_magicdec.lookup.datastore_files import Header, OpenSizes, Vocabulary
+from vllm_magicdec.lookup.context_index import MAX_MATCH, Match, Source, continue_all
+from vllm_magicdec.lookup.datastore_files import Vocabulary
 
 MIN_MATCH = 2  # tokens; a single one is too unreliable in other texts
 # Evenly spread positions of the longest match that are used. Each may wait for memory twice, and twice as
@@ -23,27 +23,15 @@ MAX_SAMPLES = 32
 
 
 class Datastore(Source):
-    """Documents for lookups, read-only; any number of threads and processes may share one."""
+    """Documents for lookups, read-only; any number of threads and processes may share one.
 
-    def __init__(
-        self, header: Header, tokens: np.ndarray, suffix_array: np.ndarray, sizes: OpenSizes
-    ) -> None:
-        self._sizes = sizes
-        self.header = header
-        self._tokens = tokens
-        self._suffix_array = suffix_array
+    Args and exceptions are those of `datastore_files.read`. Compiling the search takes some seconds.
+    """
 
-    @classmethod
-    def open(cls, path: Path, vocab_size: int, vocabulary: Vocabulary | None = None) -> "Datastore":
-        """Open a datastore that `magicdec index` wrote, and compile the search (some seconds).
-
-        Args and exceptions are those of `datastore_files.check`.
-        """
-        datastore_files.check(path, vocab_size, vocabulary)
-        header, tokens, suffix_array = datastore_files.read(path)
-        opened = cls(header, tokens, suffix_array, datastore_files.OpenSizes(path))
-        opened.look_up(np.zeros(MIN_MATCH, dtype=np.int32), 1)
-        return opened
+    def __init__(self, path: Path, vocab_size: int, vocabulary: Vocabulary | None = None) -> None:
+        self.header, self._tokens, self._suffix_array = datastore_files.read(path, vocab_size, vocabulary)
+        self._sizes = datastore_files.OpenSizes(path)
+        self.look_up(np.zeros(MIN_MATCH, dtype=np.int32), 1)
 
     @override
     def add(self, tokens: np.ndarray) -> None:
@@ -144,34 +132,8 @@ def _look_up(tokens, suffix_array, separator, latest, found, shares):  # type: i
     num_samples = min(end - begin, MAX_SAMPLES)
     samples = np.empty(num_samples, dtype=np.int64)
     for index in range(num_samples):
-        samples[index] = suffix_array[begin + (end - begin) * index // num_samples]
-    choices = np.empty(num_samples, dtype=np.int64)
-    counts = np.empty(num_samples, dtype=np.int64)
-    tables = np.empty(table_size(num_samples), dtype=np.int32)
-    for step in range(len(found)):
-        num_choices, best = 0, 0
-        table = tables[: table_size(num_samples)]
-        table[:] = -1
-        for index in range(num_samples):
-            position = samples[index] + 1 + step
-            token = np.int64(tokens[position]) if position < len(tokens) else separator
-            if token != separator:
-                num_choices = tally(table, choices, counts, num_choices, token)
-        if num_choices == 0:
-            return length, step
-        for choice in range(num_choices):
-            # At a tie the lowest id: most vocabularies begin with frequent tokens.
-            more = counts[choice] - counts[best]
-            if more > 0 or (more == 0 and choices[choice] < choices[best]):
-                best = choice
-        token = choices[best]
-        found[step] = token
-        shares[step] = counts[best] / num_samples  # documents that end here did not continue with it
-        kept = 0
-        for index in range(num_samples):
-            position = samples[index] + 1 + step
-            if position < len(tokens) and tokens[position] == token:
-                samples[kept] = samples[index]
-                kept += 1
-        num_samples = kept
-    return length, len(found)
+        sample = np.int64(suffix_array[begin + (end - begin) * index // num_samples])
+        samples[index] = min(sample, len(tokens) - 1)  # in a damaged file it may be beyond
+    # At a tie the lowest id wins, because most vocabularies begin with frequent tokens.
+    given = np.full(1, separator, dtype=np.int64)
+    return length, continue_all(tokens, given, samples, separator, True, found, shares)

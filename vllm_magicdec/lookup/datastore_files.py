@@ -126,18 +126,28 @@ def write(path: Path, documents: Iterable[np.ndarray], vocabulary: Vocabulary, m
     return header
 
 
-def read(path: Path) -> tuple[Header, np.ndarray, np.ndarray]:
-    """Map a datastore into memory.
+def read(
+    path: Path, vocab_size: int, vocabulary: Vocabulary | None = None
+) -> tuple[Header, np.ndarray, np.ndarray]:
+    """Map a datastore that fits a model into memory; does not import Numba.
+
+    Args:
+        vocab_size: of the served model, padding included.
+        vocabulary: of its tokenizer, if there is one.
 
     Returns:
         Its header, its tokens `[num_tokens]` and its suffix array `[num_places] uint32`, both read-only.
 
     Raises:
-        MagicDecConfigError: it is missing, damaged, or of another version.
+        MagicDecConfigError: it is missing, damaged, or of another version or tokenizer.
     """
     header = _read_header(path)
     tokens = _map(path / _TOKENS, np.min_scalar_type(header.separator), header.num_tokens)
-    return header, tokens, _map(path / _SUFFIX_ARRAY, np.dtype(np.uint32), header.num_places)
+    suffix_array = _map(path / _SUFFIX_ARRAY, np.dtype(np.uint32), header.num_places)
+    is_same = vocabulary is None or vocabulary.fingerprint == header.vocab_fingerprint
+    if not is_same or header.vocab_size > vocab_size:
+        raise _refusal(path, f"was made with another tokenizer, that of {header.model!r}")
+    return header, tokens, suffix_array
 
 
 class OpenSizes:
@@ -161,22 +171,6 @@ class OpenSizes:
     def __del__(self) -> None:
         for _, descriptor, _ in self._files:
             os.close(descriptor)
-
-
-def check(path: Path, vocab_size: int, vocabulary: Vocabulary | None = None) -> None:
-    """Refuse a datastore that does not fit a model; does not import Numba.
-
-    Args:
-        vocab_size: of the served model, padding included.
-        vocabulary: of its tokenizer, if there is one.
-
-    Raises:
-        MagicDecConfigError: it is missing, damaged, or of another version or tokenizer.
-    """
-    header, _, _ = read(path)
-    is_same = vocabulary is None or vocabulary.fingerprint == header.vocab_fingerprint
-    if not is_same or header.vocab_size > vocab_size:
-        raise _refusal(path, f"was made with another tokenizer, that of {header.model!r}")
 
 
 def _refusal(path: Path, reason: str) -> MagicDecConfigError:

@@ -76,11 +76,9 @@ class Lookups:
             index.extend(verified)
 
     def finish(self, req_id: str, answer: np.ndarray) -> None:
-        """End a request. All tensor-parallel ranks must call this in the same order.
+        """End a request, which may never have been in a batch; `answer` [num] int32 has its output tokens.
 
-        Args:
-            req_id: may never have been in a batch.
-            answer: [num] int32, its output tokens.
+        All tensor-parallel ranks must call this in the same order.
         """
         self._drop(req_id)
         for name, source in self._sources.items():
@@ -138,10 +136,9 @@ class Lookups:
             matches = self._matches(self._indexes[req_id], np.array(drafted, dtype=np.int32), max_tokens)
         else:
             matches = self._ahead(req_id, max_tokens)
-        best = choose(matches, self._calibrations, min_acceptance)
+        _, best = choose(matches, self._calibrations, min_acceptance)
         outside = (i for i, token in enumerate(best.tokens) if not 0 <= token < self._vocab_size)
-        end = next(outside, len(best.tokens))
-        return Continuation(best.tokens[:end], best.chances[:end])
+        return best.first(next(outside, len(best.tokens)))
 
 
 def _raise_again(name: str) -> None:
@@ -160,5 +157,5 @@ def open_lookups(names: Sequence[str], max_num_reqs: int, vocab_size: int, max_d
         if name == "served":
             sources[name] = ServedAnswers()
         elif name != "context":
-            sources[name] = Datastore.open(Path(name), vocab_size)
+            sources[name] = Datastore(Path(name), vocab_size)
     return Lookups(max_num_reqs, vocab_size, max_drafts, sources, in_context="context" in names)

@@ -142,6 +142,20 @@ def load(variant: Variant) -> "Kernel":
     return Kernel(variant)
 
 
+def find_kernel() -> "Kernel":
+    """Load the best variant that was built and that this machine supports, or raise UnreadableError."""
+    variant = best_variant()
+    if variant is None:
+        raise UnreadableError(
+            "the plugin's own kernel was not built, as there was no C++ compiler (GCC 12 or newer) when "
+            "it was installed"
+        )
+    try:
+        return load(variant)
+    except OSError as error:
+        raise UnreadableError(f"the plugin's own kernel cannot be loaded ({error})") from None
+
+
 class Kernel:
     """Attention of a few query tokens per request over vLLM's paged KV cache on CPUs.
 
@@ -157,13 +171,13 @@ class Kernel:
         library = ctypes.CDLL(str(variant.path))
         try:
             is_current = library.magicdec_call_end() == Call.page_size.offset + Call.page_size.size
-            self._attend, self._weigh = library.magicdec_attend, library.magicdec_weigh
+            self.attend, self.weigh = library.magicdec_attend, library.magicdec_weigh
             self.multiply: Callable[[Any], int] = library.magicdec_multiply  # see quantised_linear.py
         except AttributeError:
             is_current = False
         if not is_current:
             raise OSError(f"{variant.path.name} is outdated; run 'pip install -e .' again")
-        for function in (self._attend, self._weigh, library.magicdec_multiply):
+        for function in (self.attend, self.weigh, library.magicdec_multiply):
             function.argtypes = [ctypes.c_void_p]  # address of a structure; faster than a typed pointer
 
     def over(self, kv_cache: torch.Tensor, layout: str) -> "CacheAttention":
@@ -181,7 +195,7 @@ class Kernel:
         self.check_cache(page_size, content // 2, kv_cache.dtype, layout)
         if kv_cache.stride(-1) != 1:
             raise UnreadableError(_NOT_CONTIGUOUS)
-        return CacheAttention(kv_cache, layout, self._attend, self._weigh)
+        return CacheAttention(self, kv_cache, layout)
 
     def check_cache(self, page_size: int, head_size: int, dtype: torch.dtype, layout: str) -> None:
         """Raise UnreadableError if the kernel does not support a cache; `layout` is vLLM's `layer.isa`."""
@@ -210,15 +224,10 @@ class Kernel:
 
 
 class CacheAttention:
-    """A kernel over one KV cache (see `Kernel.over`); calls share its description to save Python time.
+    """A kernel over one KV cache (see `Kernel.over`); calls share its description to save Python time."""
 
-    `attend` and `weigh` are `magicdec_attend` and `magicdec_weigh` of attention.h.
-    """
-
-    def __init__(
-        self, kv_cache: torch.Tensor, layout: str, attend: Callable[[Any], int], weigh: Callable[[Any], int]
-    ) -> None:
-        self._attend, self._weigh = attend, weigh
+    def __init__(self, kernel: Kernel, kv_cache: torch.Tensor, layout: str) -> None:
+        self._attend, self._weigh = kernel.attend, kernel.weigh
         self._dtype = kv_cache.dtype
         _, num_kv_heads, page_size, content = kv_cache.shape
         self._head_size = content // 2

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.library import Library
 
-from vllm_magicdec.native.library import QUERY_TYPES, UnreadableError, best_variant, load
+from vllm_magicdec.native.library import QUERY_TYPES, UnreadableError, find_kernel
 
 BITS = {"int4": 4, "int8": 8}
 _GROUP, _OUTPUTS, _STEP = 32, 16, 4  # as in quantised_linear.cpp
@@ -38,15 +38,7 @@ class _Call(ctypes.Structure):
 
 @functools.cache
 def _kernel() -> Callable[[Any], int]:
-    variant = best_variant()
-    if variant is None:
-        raise UnreadableError("the plugin's kernels were not built, as there was no C++ compiler")
-    return load(variant).multiply
-
-
-def refuse_without_kernel() -> None:
-    """Raise UnreadableError or OSError if the kernel cannot be loaded."""
-    _kernel()
+    return find_kernel().multiply
 
 
 def pack(weights: torch.Tensor, bits: int) -> torch.Tensor:
@@ -57,8 +49,7 @@ def pack(weights: torch.Tensor, bits: int) -> torch.Tensor:
         bits: 4 or 8.
 
     Returns:
-        [ceil(out_features / 16), ceil(in_features / 32), 64 * bits + 64] uint8, in the layout of
-        quantised_linear.cpp.
+        [ceil(out_features / 16), ceil(in_features / 32), 64 * bits + 64] uint8; see quantised_linear.cpp.
     """
     out_features, in_features = weights.shape
     padding = (0, -in_features % _GROUP, 0, -out_features % _OUTPUTS)
@@ -96,9 +87,7 @@ def multiply(inputs: torch.Tensor, packed: torch.Tensor, out_features: int, bits
 
     Args:
         inputs: [num_rows, in_features] float32, bfloat16 or float16, contiguous in the last dimension.
-        packed: result of `pack`.
-        out_features: of the layer.
-        bits: as given to `pack`.
+        packed: result of `pack` with the same `bits`, for a layer of `out_features`.
 
     Returns:
         [num_rows, out_features] of the inputs' dtype.

@@ -117,10 +117,7 @@ def add_acceptance(parser: argparse.ArgumentParser) -> None:
 
 
 def find_acceptance(options: argparse.Namespace, draft: ModelShape | None) -> dict[int, float]:
-    """Return the acceptance rate of every budget (tokens).
-
-    Args:
-        draft: the draft model; None for self-speculation.
+    """Return the acceptance rate of every budget (tokens); `draft` is None for self-speculation.
 
     Raises:
         UserError: the options contradict each other, or a rate is missing.
@@ -129,7 +126,14 @@ def find_acceptance(options: argparse.Namespace, draft: ModelShape | None) -> di
     if options.acceptance_length:
         if rates:
             raise UserError("--acceptance and --acceptance-length exclude each other; use one of them")
-        rates = _rates_of_lengths(options.gamma, options.acceptance_length)
+        if (gamma := options.gamma) is None:
+            raise UserError(
+                "--acceptance-length needs --gamma, the drafts of the rounds that had this length"
+            )
+        try:
+            rates = [acceptance_rate(gamma, length) for length in options.acceptance_length]
+        except ValueError as error:
+            raise UserError(f"{error}; give an --acceptance-length from 1 to {gamma + 1}") from None
     elif not rates:
         model_rate = SPIRE_ACCEPTANCE if draft and draft.is_spire else MODEL_ACCEPTANCE
         rates = [model_rate if draft else DEFAULT_ACCEPTANCE]
@@ -138,19 +142,9 @@ def find_acceptance(options: argparse.Namespace, draft: ModelShape | None) -> di
             f"{len(budgets)} budgets need {len(budgets)} acceptance rates and there are {len(rates)}; "
             "give one for each, because at equal acceptance the smallest budget always wins"
         )
-    for budget in budgets:
-        if budgets.count(budget) > 1:
-            raise UserError(f"budget {budget} is given twice; give every budget once")
+    if repeated := [budget for budget in budgets if budgets.count(budget) > 1]:
+        raise UserError(f"budget {repeated[0]} is given twice; give every budget once")
     return dict(zip(budgets, rates, strict=True))
-
-
-def _rates_of_lengths(gamma: int | None, lengths: list[float]) -> list[float]:
-    if gamma is None:
-        raise UserError("--acceptance-length needs --gamma, the drafts of the rounds that had this length")
-    try:
-        return [acceptance_rate(gamma, length) for length in lengths]
-    except ValueError as error:
-        raise UserError(f"{error}; give an --acceptance-length from 1 to {gamma + 1}") from None
 
 
 def positive(text: str) -> int:
@@ -158,20 +152,6 @@ def positive(text: str) -> int:
     value = int(text) if text.isdecimal() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number above 0")
-    return value
-
-
-def _rate(text: str) -> float:
-    value = _number(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a probability between 0 and 1")
-    return value
-
-
-def _size(text: str) -> float:
-    value = _number(text)
-    if not 0 < value <= 8:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of bytes between 0 and 8")
     return value
 
 
@@ -193,3 +173,15 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number") from None
+
+
+def _rate(text: str) -> float:
+    if not 0 <= (value := _number(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a probability between 0 and 1")
+    return value
+
+
+def _size(text: str) -> float:
+    if not 0 < (value := _number(text)) <= 8:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of bytes between 0 and 8")
+    return value

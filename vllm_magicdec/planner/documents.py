@@ -68,6 +68,15 @@ def encode(texts: Iterable[str], tokenizer: Any) -> Iterator[np.ndarray]:
             yield np.array(tokens, dtype=np.int64)
 
 
+def load_tokenizer(model: str, load: Callable[[str], Any]) -> Any:
+    """Return `load(model)`, or raise UserError."""
+    try:
+        return load(model)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"--model {model} has no tokenizer that can be loaded: {reason}") from None
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that select files and the field with the text."""
     parser.add_argument(

@@ -85,8 +85,7 @@ def measure_this_machine() -> Hardware:
 def copy_bytes_per_s(device: str) -> float:
     """Measure the bytes that a copy beyond any cache reads and writes per second: the best of several runs.
 
-    Args:
-        device: "cpu", with torch's current number of threads, or "cuda".
+    `device` is "cpu", with torch's current number of threads, or "cuda".
     """
     import torch
 
@@ -98,11 +97,8 @@ def copy_bytes_per_s(device: str) -> float:
 def matmul_flops(device: str, dtype: "torch.dtype") -> float:
     """Measure FLOP/s of a large product with a transposed weight: the best of several runs.
 
-    The size doubles until one product takes 0.1 s, because the full size takes seconds on CPUs without
-    instructions for the dtype.
-
-    Args:
-        device: "cpu", with torch's current number of threads, or "cuda".
+    `device` is as for `copy_bytes_per_s`. The size doubles until one product takes 0.1 s, because the full
+    size takes seconds on CPUs without instructions for the dtype.
     """
     import torch
 

@@ -6,30 +6,35 @@ their suffix array.
 """
 
 import argparse
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from vllm_magicdec.lookup import datastore_files
 from vllm_magicdec.lookup.datastore_files import Vocabulary
+from vllm_magicdec.planner import documents
 from vllm_magicdec.planner.console import UserError, require
-from vllm_magicdec.planner.documents import EXTRA, FORMATS, add_options, encode, find_files, read_texts
 
 
 def run(options: argparse.Namespace) -> None:
     """Run `magicdec index`."""
-    require("pydivsufsort", EXTRA)
+    require("pydivsufsort", documents.EXTRA)
     if options.out.exists():
         raise UserError(f"{options.out} exists already; remove it, or give --out another path")
-    files = find_files(options.files, options.include)
+    files = documents.find_files(options.files, options.include)
     started = perf_counter()
-    tokenizer = _load_tokenizer(options.model, options.tokenizer_mode, options.trust_remote_code)
+    from transformers.utils import logging
+    from vllm.tokenizers import get_tokenizer
+
+    logging.set_verbosity_error()  # suppresses warnings about texts longer than the model's context
+    fields = {"tokenizer_mode": options.tokenizer_mode, "trust_remote_code": options.trust_remote_code}
+    tokenizer = documents.load_tokenizer(options.model, partial(get_tokenizer, **fields))
     loaded = perf_counter()
     vocabulary = Vocabulary.of(tokenizer.get_vocab())
-    documents = encode(read_texts(files, options.field), tokenizer)
-    name = Path(options.model).name
+    encoded = documents.encode(documents.read_texts(files, options.field), tokenizer)
     try:
-        header = datastore_files.write(options.out, documents, vocabulary, name)
+        header = datastore_files.write(options.out, encoded, vocabulary, Path(options.model).name)
     except datastore_files.UnfitDocumentsError as error:
         raise UserError(f"{error}; name other files") from None
     size = sum(file.stat().st_size for file in options.out.iterdir())
@@ -45,26 +50,14 @@ def add_command(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "index",
         help="build a datastore for lookups from documents",
-        description=f"Build a datastore for lookups from documents. Formats: {FORMATS}.",
+        description=f"Build a datastore for lookups from documents. Formats: {documents.FORMATS}.",
     )
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="files or folders")
     parser.add_argument("--model", required=True, help="the server's model, for its tokenizer")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    add_options(parser)
+    documents.add_options(parser)
     parser.add_argument(
         "--tokenizer-mode", default="auto", help="as for 'vllm serve' (default: %(default)s)"
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="as for 'vllm serve'")
     parser.set_defaults(run=run)
-
-
-def _load_tokenizer(model: str, mode: str, trust_remote_code: bool) -> Any:
-    from transformers.utils import logging
-    from vllm.tokenizers import get_tokenizer
-
-    logging.set_verbosity_error()  # suppresses warnings about texts longer than the model's context
-    try:
-        return get_tokenizer(model, tokenizer_mode=mode, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"--model {model} has no tokenizer that can be loaded: {reason}") from None

@@ -71,17 +71,7 @@ def find_model(name: str) -> ModelShape:
 
 
 def find_draft(name: str, target: ModelShape) -> ModelShape | None:
-    """Return the shape of the draft model.
-
-    Args:
-        name: 'self', 'spire' for a SPIRe draft of the target, or a name as for `find_model`.
-
-    Returns:
-        None for 'self'.
-
-    Raises:
-        UserError: there is no such model.
-    """
+    """Return the target's SPIRe draft for 'spire', None for 'self', and else the model of that name."""
     if name.lower() == SELF:
         return None
     return target.spire_draft() if name.lower() == SPIRE_OF_MODEL else find_model(name)

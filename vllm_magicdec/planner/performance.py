@@ -7,9 +7,8 @@ and a device's data sheet. Times are milliseconds per pass, contexts tokens per 
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from vllm_magicdec.planner.shapes import ModelShape
 
@@ -17,11 +16,7 @@ GIB = 2**30
 
 
 def tokens_per_round(gamma: int, alpha: float) -> float:
-    """Return Omega(gamma, alpha) = (1 - alpha^(gamma+1)) / (1 - alpha), the expected tokens per round.
-
-    Args:
-        alpha: probability that a drafted token is accepted, in [0, 1].
-    """
+    """Return Omega(gamma, alpha) = (1 - alpha^(gamma+1)) / (1 - alpha), the expected tokens per round."""
     return sum(alpha**i for i in range(gamma + 1))  # also defined at alpha = 1
 
 
@@ -43,22 +38,14 @@ def acceptance_rate(gamma: int, omega: float) -> float:
 def round_ms(gamma: int, draft_ms: float, verify_ms: float, extra_ms: float = 0.0) -> float:
     """Return gamma * T_D + T_V(gamma) + T_select; MagicDec has the last term since its ICLR 2025 version.
 
-    Args:
-        gamma: drafted tokens per round.
-        draft_ms, verify_ms: T_D and T_V(gamma).
-        extra_ms: time of a round outside the forward passes, for selection and rejection sampling.
+    `extra_ms`, T_select, is the time of a round outside the forward passes.
     """
     return gamma * draft_ms + verify_ms + extra_ms
 
 
-def time_per_token_ms(omega: float, one_round_ms: float) -> float:
-    """Return (gamma * T_D + T_V) / Omega per request (MagicDec)."""
-    return one_round_ms / omega
-
-
 def speedup(plain_step_ms: float, omega: float, one_round_ms: float) -> float:
     """Return Omega * T_T / (gamma * T_D + T_V) (MagicDec)."""
-    return plain_step_ms / time_per_token_ms(omega, one_round_ms)
+    return omega * plain_step_ms / one_round_ms
 
 
 @dataclass(frozen=True)
@@ -165,17 +152,6 @@ class Deployment:
         if self.draft_weight_bytes is not None:
             draft = f", drafts with {self.draft_weight_bytes:g} bytes per weight"
         return f"{self.shape.name} on {self.tensor_parallel} x {self.hardware.name}{draft}"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as a JSON object."""
-        return {
-            "model": asdict(self.shape),
-            "draft": self.draft and asdict(self.draft),
-            "draft_weight_bytes": self.draft_weight_bytes,
-            "hardware": asdict(self.hardware),
-            "tensor_parallel": self.tensor_parallel,
-            "costs": asdict(self.costs),
-        }
 
     @cached_property
     def drafting(self) -> "Deployment":
@@ -293,9 +269,7 @@ class Deployment:
     ) -> Choice:
         """Return the fastest gamma in [min_gamma, max_gamma] and budget.
 
-        Args:
-            alphas: acceptance rate of every budget (tokens) to consider. At equal acceptance the smallest
-                budget is never slower.
+        `alphas` has the acceptance rate of every budget (tokens) to consider.
         """
         choices = (
             Choice(gamma, budget, self.speedup(alpha, gamma, batch, context, budget))
@@ -312,14 +286,11 @@ class Deployment:
         max_context: int = 2**20,
         min_gamma: int = 1,
     ) -> int | None:
-        """Return S_inflection, the shortest context from which on speculation pays, by bisection.
+        """Return S_inflection, the shortest context from which on speculation pays, or None, by bisection.
 
         In self-speculation the speedup crosses 1 at most once, because beyond the budget T_T and T_V grow
         with the context and T_D does not. A draft model may also pay at the shortest contexts, so the
         search then begins at the last power of two where it does not pay.
-
-        Returns:
-            Tokens; None if speculation does not pay at `max_context`.
         """
 
         def pays(context: int) -> bool:
@@ -355,8 +326,7 @@ class Deployment:
     def kv_capacity_tokens(self, context: int = 1) -> int:
         """Return the number of tokens whose K/V fit beside the weights; 0 if the weights do not fit.
 
-        Args:
-            context: tokens per request, of which layers with a window keep only the window.
+        Of the `context` tokens of each request, layers with a window keep only the window.
         """
         costs = self.costs
         usable = (self.hardware.memory_gib * costs.memory_utilization - costs.reserved_gib) * GIB

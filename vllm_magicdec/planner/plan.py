@@ -53,14 +53,13 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Return inputs and predictions as a JSON object."""
+        fields = asdict(self)
+        deployment = fields.pop("deployment")
         return {
-            **self.deployment.to_json(),
-            "acceptance": {str(budget): alpha for budget, alpha in self.alphas.items()},
-            "min_gamma": self.min_gamma,
-            "max_gamma": self.max_gamma,
-            "kv_capacity_tokens": self.kv_capacity_tokens,
-            "inflection_contexts": {str(batch): at for batch, at in self.inflection_contexts.items()},
-            "cells": [asdict(cell) for cell in self.cells],
+            "model": deployment.pop("shape"),
+            **deployment,
+            "acceptance": fields.pop("alphas"),
+            **fields,
         }
 
 
@@ -72,12 +71,7 @@ def make_plan(
     contexts: Iterable[int],
     min_gamma: int = 1,
 ) -> Plan:
-    """Predict every combination of batch and context.
-
-    Args:
-        alphas: acceptance rate of every budget (tokens) to consider.
-        max_gamma, min_gamma: bounds on the drafts per round.
-    """
+    """Predict every combination of batch and context; see `Plan` for the arguments."""
     batches, contexts = sorted(set(batches)), sorted(set(contexts))
     capacity = deployment.kv_capacity_tokens(contexts[-1])
     cells = []
@@ -131,11 +125,7 @@ def add_command(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run `magicdec plan`.
-
-    Raises:
-        UserError: an option cannot work.
-    """
+    """Run `magicdec plan`."""
     deployment = find_deployment(options)
     alphas = find_acceptance(options, deployment.draft)
     min_gamma, max_gamma = (options.gamma, options.gamma) if options.gamma else (1, options.max_gamma)
@@ -151,11 +141,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def print_table(plan: Plan) -> None:
-    """Print the plan as a table with notes.
-
-    Raises:
-        UserError: rich is not installed.
-    """
+    """Print the plan as a table with notes."""
     width = None if sys.stdout.isatty() else 120
     console = require("rich.console").Console(highlight=False, width=width, soft_wrap=True)
     table = require("rich.table").Table(title=plan.deployment.title)
@@ -193,21 +179,13 @@ def print_table(plan: Plan) -> None:
 
 
 def draw(plan: Plan, file: Path) -> None:
-    """Draw the speedups over batch and context as a heat map, grey beyond the K/V capacity.
-
-    Raises:
-        UserError: matplotlib is not installed.
-        OSError: the file cannot be written.
-    """
+    """Draw the speedups over batch and context as a heat map, grey beyond the K/V capacity."""
     require("matplotlib").use("Agg")
     pyplot, colors = require("matplotlib.pyplot"), require("matplotlib.colors")
-    batches = sorted({cell.batch for cell in plan.cells})
-    contexts = sorted({cell.context for cell in plan.cells})
-    cells = {(cell.batch, cell.context): cell for cell in plan.cells}
-    speedups = [
-        [cells[batch, c].speedup if cells[batch, c].fits else float("nan") for c in contexts]
-        for batch in batches
-    ]
+    batches = list(dict.fromkeys(cell.batch for cell in plan.cells))
+    rows = [[cell for cell in plan.cells if cell.batch == batch] for batch in batches]
+    contexts = [cell.context for cell in rows[0]]
+    speedups = [[cell.speedup if cell.fits else float("nan") for cell in row] for row in rows]
     figure, axes = pyplot.subplots(figsize=(2 + 0.9 * len(contexts), 1.8 + 0.6 * len(batches)))
     axes.set_facecolor("lightgrey")
     image = axes.imshow(
@@ -217,11 +195,10 @@ def draw(plan: Plan, file: Path) -> None:
         origin="lower",
         aspect="auto",
     )
-    for row, batch in enumerate(batches):
-        for column, context in enumerate(contexts):
-            cell = cells[batch, context]
+    for y, row in enumerate(rows):
+        for x, cell in enumerate(row):
             text = f"{cell.speedup:.2f}\ngamma {cell.gamma}" if cell.fits else "no\nmemory"
-            axes.text(column, row, text, ha="center", va="center", fontsize=8)
+            axes.text(x, y, text, ha="center", va="center", fontsize=8)
     axes.set_xticks(range(len(contexts)), [f"{context:,}" for context in contexts])
     axes.set_yticks(range(len(batches)), [str(batch) for batch in batches])
     axes.set(xlabel="context (tokens per request)", ylabel="batch", title=plan.deployment.title)

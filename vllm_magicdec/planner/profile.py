@@ -89,12 +89,8 @@ def _synchronized_clock() -> float:
 def measure_cell(llm: Any, batch: int, context: int) -> list[TimedStep]:
     """Measure every type of step several times at one batch and context, host time included.
 
-    Args:
-        llm: an `LLM` with `num_speculative_tokens: auto`, synchronous scheduling, and its engine core in
-            this process.
-
-    Raises:
-        ValueError: the engine schedules asynchronously.
+    The `LLM` needs `num_speculative_tokens: auto`, synchronous scheduling (else ValueError), and its engine
+    core in this process.
     """
     from vllm import SamplingParams
 
@@ -107,8 +103,7 @@ def measure_cell(llm: Any, batch: int, context: int) -> list[TimedStep]:
     prompts = [[(31 * index + row) % last_id + 1 for index in range(context)] for row in range(batch)]
     fill_prefix_cache(llm, prompts)
     controller, clock, come_late = scheduler._controller, scheduler.clock, scheduler._drafts_come_late
-    value = controller.value
-    sweep = _Sweep([choice.drafts for choice in value.choices], value.budget)
+    sweep = _Sweep([choice.drafts for choice in controller.value.choices], controller.value.budget)
     # A device of another process, as under tensor parallelism, cannot be synchronized from here.
     if engine.vllm_config.parallel_config.distributed_executor_backend == "uni":
         scheduler._drafts_come_late = False
@@ -146,9 +141,9 @@ def _max_model_len(options: argparse.Namespace) -> int:
     from vllm.engine.arg_utils import EngineArgs
 
     known = {field.name for field in fields(EngineArgs)}  # `LLM` accepts others, too
-    given = {name: value for name, value in options.engine.items() if name in known}
-    arguments = {"model": options.model, **given}
-    return int(EngineArgs(**arguments).create_model_config().max_model_len)
+    arguments = {"model": options.model, **options.engine}
+    engine = EngineArgs(**{name: value for name, value in arguments.items() if name in known})
+    return int(engine.create_model_config().max_model_len)
 
 
 def _default_contexts(max_context: int, generated: int) -> list[int]:
@@ -167,17 +162,11 @@ def run(options: argparse.Namespace) -> None:
     from vllm import LLM
     from vllm.platforms import current_platform
 
-    spec = {
-        "method": "magicdec-self",
-        "num_speculative_tokens": "auto",
-        **{
-            name: value
-            for name, value in options.speculative_config.items()
-            if not name.startswith("draft_lookup")
-        },
-        # The prompts repeat themselves more than real text; `auto` learns the gain of lookups in use.
-        "draft_lookup": "off",
-    }
+    # The prompts repeat themselves more than real text, so they are measured without lookups, whose gain
+    # `auto` learns in use.
+    fields = options.speculative_config.items()
+    given = {name: value for name, value in fields if not name.startswith("draft_lookup")}
+    spec = {"method": "magicdec-self", "num_speculative_tokens": "auto", **given, "draft_lookup": "off"}
     drafts = spec["num_speculative_tokens"]
     max_drafts = int(spec.get("max_num_speculative_tokens", 8) if drafts == "auto" else drafts)
     generated = _Sweep(range(max_drafts + 1), budget=1).max_tokens
@@ -200,13 +189,9 @@ def run(options: argparse.Namespace) -> None:
         times = measure(llm, options.batch, contexts)
     finally:
         llm.llm_engine.engine_core.shutdown()
-    description = {
-        "model": options.model,
-        "machine": platform.processor() or platform.machine(),
-        "engine": options.engine,
-        "speculative_config": spec,
-    }
-    times.save(options.out, description)
+    machine = platform.processor() or platform.machine()
+    description = {"model": options.model, "machine": machine, "engine": options.engine}
+    times.save(options.out, {**description, "speculative_config": spec})
     print(f'wrote {options.out}; use it with the field "profile": "{options.out}"')
 
 
@@ -215,13 +200,8 @@ def add_command(subparsers: Any) -> None:
     parser = subparsers.add_parser("profile", help="measure step times for num_speculative_tokens 'auto'")
     parser.add_argument("--model", required=True, help="the model, as for 'vllm serve'")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8], help="requests per step")
-    lengths = " ".join(map(str, _CONTEXTS))
-    parser.add_argument(
-        "--context",
-        type=int,
-        nargs="+",
-        help=f"tokens per request (default: {lengths}, limited by the model's length)",
-    )
+    contexts = f"{' '.join(map(str, _CONTEXTS))}, limited by the model's length"
+    parser.add_argument("--context", type=int, nargs="+", help=f"tokens per request (default: {contexts})")
     parser.add_argument("--engine", type=json.loads, default={}, help="arguments of LLM() as JSON")
     parser.add_argument(
         "--speculative-config", type=json.loads, default={}, help="fields of the speculative config as JSON"

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 SPIRE = "MagicDecSpireForCausalLM"  # architecture of the drafts of `magicdec train-draft`
-_DTYPE_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
 
 
 @dataclass(frozen=True)
@@ -170,5 +169,5 @@ def _weight_bytes(config: Mapping[str, Any]) -> float:
             f"the weight size of quantization {quantization.get('quant_method')!r} is unknown; "
             "give --weight-bytes"
         )
-    dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-    return _DTYPE_BYTES.get(str(dtype), 2.0)
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    return 4.0 if dtype == "float32" else 2.0

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_magicdec.files import reason
+from vllm_magicdec.planner import documents
 from vllm_magicdec.planner.console import UserError, require
-from vllm_magicdec.planner.documents import FORMATS, add_options, encode, find_files, read_texts
 
 EXTRA = "train"
 
@@ -60,7 +60,7 @@ def add_command(subparsers: Any) -> None:
         "train-draft",
         help="train a small draft from a target (SPIRe)",
         description="Train a SPIRe draft (arXiv 2504.06419) of a Llama: its embedding, last blocks and "
-        f"unembedding, over sinks and a window of the target's activations. Formats: {FORMATS}. "
+        f"unembedding, over sinks and a window of the target's activations. Formats: {documents.FORMATS}. "
         "The same command resumes an interrupted training.",
     )
     parser.add_argument("--model", required=True, help="the target: a name or a folder")
@@ -68,7 +68,7 @@ def add_command(subparsers: Any) -> None:
         "--data", type=Path, nargs="+", required=True, metavar="FILE", help="files or folders"
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    add_options(parser)
+    documents.add_options(parser)
 
     def add_number(group: Any, name: str, default: float, text: str) -> None:
         group.add_argument(name, type=type(default), default=default, help=f"{text} (default: %(default)s)")
@@ -99,14 +99,13 @@ def add_command(subparsers: Any) -> None:
 
 def _train(options: argparse.Namespace) -> None:
     import torch
+    from transformers import AutoTokenizer
 
     from vllm_magicdec.spire import files as draft_files
-    from vllm_magicdec.spire.card import make_card
     from vllm_magicdec.spire.sequences import Sequences
     from vllm_magicdec.spire.settings import SpireSettings
     from vllm_magicdec.spire.target import Target, make_draft
     from vllm_magicdec.spire.training import Plan, Trainer, has_fast_bfloat16
-    from vllm_magicdec.spire.training import run as run_training
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     in_float32 = not has_fast_bfloat16(device) if options.float32 is None else options.float32
@@ -128,11 +127,13 @@ def _train(options: argparse.Namespace) -> None:
         raise UserError(
             f"--sequence has to be at most {target.config.max_position_embeddings}, the target's length"
         )
-    tokenizer = _load_tokenizer(options.model)
+    tokenizer = documents.load_tokenizer(options.model, AutoTokenizer.from_pretrained)
     work = options.out / "training"
     checkpoint = work / "checkpoint.pt"
     data = _encode_once(options, tokenizer, target.config.vocab_size, work)
-    sequences = Sequences.read(work / "tokens.bin", options.sequence, options.seed)
+    sequences = Sequences.read(
+        work / "tokens.bin", target.config.vocab_size, options.sequence, options.seed
+    )
     plan = Plan(
         num_steps=options.steps or max(1, sequences.num_training // options.batch),
         batch=options.batch,
@@ -148,8 +149,7 @@ def _train(options: argparse.Namespace) -> None:
         trainer.resume(checkpoint)
         print(f"resumed at step {trainer.step:,} of {plan.num_steps:,}")
     with _ended_by_signals() as should_end:
-        is_done = run_training(
-            trainer,
+        is_done = trainer.run(
             checkpoint,
             seconds_between=options.checkpoint_minutes * 60,
             should_end=should_end,
@@ -182,7 +182,7 @@ def _train(options: argparse.Namespace) -> None:
     }
     (options.out / "training_log.json").write_text(json.dumps(log, indent=1) + "\n")
     command = "magicdec " + shlex.join(sys.argv[1:])
-    (options.out / "README.md").write_text(make_card(options.out.resolve().name, command, log))
+    (options.out / "README.md").write_text(draft_files.make_card(options.out.resolve().name, command, log))
     (work / "config.json").replace(options.out / "config.json")  # last: it marks the folder as a model
     shutil.rmtree(work, ignore_errors=True)  # network file systems keep files that are still mapped
     print(f"wrote {options.out}: {size / 1e6:.1f} MB; expected acceptance {log['held_out_acceptance']}")
@@ -199,23 +199,13 @@ def _create_work_folder(out: Path) -> None:
         raise UserError(f"--out {out} cannot be written: {reason(error)}; name another") from None
 
 
-def _load_tokenizer(model: str) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"--model {model} has no tokenizer that can be loaded: {reason}") from None
-
-
 def _encode_once(
     options: argparse.Namespace, tokenizer: Any, vocab_size: int, work: Path
 ) -> dict[str, Any]:
     """Write `work/tokens.bin` if it does not exist, and return the data's description."""
     from vllm_magicdec.spire.sequences import write_tokens
 
-    files = find_files(options.data, options.include)
+    files = documents.find_files(options.data, options.include)
     stamps = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     inputs = {"files": stamps, "field": options.field, "model": options.model}
     source = work / "data.json"
@@ -230,7 +220,7 @@ def _encode_once(
     data: dict[str, Any] = {"files": [*names[:5], *(["..."] if len(names) > 5 else [])]}
     data["num_tokens"] = write_tokens(
         work / "tokens.bin",
-        encode(read_texts(files, options.field), tokenizer),
+        documents.encode(documents.read_texts(files, options.field), tokenizer),
         vocab_size,
         tokenizer.bos_token_id,
         tokenizer.eos_token_id,

@@ -5,5 +5,5 @@
 - `model.py`: the forward pass in training and in serving
 - `target.py`: the target's activations and logits; the draft's initial weights
 - `sequences.py`, `training.py`: the order of the data; MixedLoss and the training loop
-- `files.py`, `card.py`: the files of a draft
+- `files.py`: the files of a draft
 """

@@ -50,27 +50,18 @@ class SpireDraft(LlamaForCausalLM):
         return cos.reshape(shape), sin.reshape(shape)
 
     def project(self, layer: LlamaDecoderLayer, hidden: Tensor, rotation: KeysAndValues) -> KeysAndValues:
-        """Compute keys and values of a block.
+        """Compute a block's keys and values, `[..., num_kv_heads, head_dim]` each.
 
-        Args:
-            hidden: `[..., hidden_size]`, before the block's norm.
-            rotation: cosines and sines, `[..., head_dim]` each.
-
-        Returns:
-            Keys and values, `[..., num_kv_heads, head_dim]` each.
+        `hidden` is `[..., hidden_size]`, before the block's norm; `rotation` is that of `rotations`.
         """
         normed = layer.input_layernorm(hidden)
-        keys = self._heads(layer.self_attn.k_proj(normed))
-        cos, sin = (each.to(keys.dtype) for each in rotation)
-        _, keys = apply_rotary_pos_emb(keys, keys, cos, sin, unsqueeze_dim=-2)
+        keys = _rotate(self._heads(layer.self_attn.k_proj(normed)), rotation)
         return keys, self._heads(layer.self_attn.v_proj(normed))
 
     def queries(self, layer: LlamaDecoderLayer, hidden: Tensor, rotation: KeysAndValues) -> Tensor:
         """Compute queries, `[..., num_kv_heads, groups, head_dim]`, with the arguments of `project`."""
         queries = self._heads(layer.self_attn.q_proj(layer.input_layernorm(hidden)))
-        cos, sin = (each.to(queries.dtype) for each in rotation)
-        queries, _ = apply_rotary_pos_emb(queries, queries, cos, sin, unsqueeze_dim=-2)
-        return queries.unflatten(-2, (-1, self.groups))
+        return _rotate(queries, rotation).unflatten(-2, (-1, self.groups))
 
     def memories(self, activations: Tensor) -> list[Tensor]:
         """Compute blocks' memory vectors, `[..., hidden_size]`, of `[..., num_layers + 1, hidden_size]`."""
@@ -82,18 +73,13 @@ class SpireDraft(LlamaForCausalLM):
 
     def project_memories(self, activations: Tensor, rotation: KeysAndValues) -> list[KeysAndValues]:
         """Compute keys and values of each block's memories; arguments as for `memories` and `project`."""
-        memories = self.memories(activations)
-        return [
-            self.project(layer, memory, rotation)
-            for layer, memory in zip(self.layers, memories, strict=True)
-        ]
+        pairs = zip(self.layers, self.memories(activations), strict=True)
+        return [self.project(layer, memory, rotation) for layer, memory in pairs]
 
     def finish_block(self, layer: LlamaDecoderLayer, hidden: Tensor, attended: Tensor) -> Tensor:
-        """Compute a block's output `[..., hidden_size]`.
+        """Compute a block's output `[..., hidden_size]` from its input, in the same shape.
 
-        Args:
-            hidden: its input, `[..., hidden_size]`.
-            attended: the output of attention, `[..., num_kv_heads, groups, head_dim]`.
+        `attended`, the output of attention, is `[..., num_kv_heads, groups, head_dim]`.
         """
         hidden = hidden + layer.self_attn.o_proj(attended.flatten(-3).to(hidden.dtype))
         return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
@@ -138,13 +124,18 @@ class SpireDraft(LlamaForCausalLM):
                 activations.append(hidden)
             if self.settings.feedback_memory and step + 1 < self.settings.num_draft_steps:
                 entries = self.project_memories(torch.stack(activations, -2), rotation)
-                for index, entry in enumerate(entries):
-                    own[index].append(entry)
+                for of_layer, entry in zip(own, entries, strict=True):
+                    of_layer.append(entry)
             logits.append(self.unembed(hidden.flatten(1, 2)[:, : chunks.count]))
         return torch.stack(logits)
 
     def _heads(self, projected: Tensor) -> Tensor:
         return projected.unflatten(-1, (-1, self.config.head_dim))
+
+
+def _rotate(heads: Tensor, rotation: KeysAndValues) -> Tensor:
+    cos, sin = (each.to(heads.dtype) for each in rotation)
+    return apply_rotary_pos_emb(heads, heads, cos, sin, unsqueeze_dim=-2)[0]
 
 
 def is_visible(queries: Tensor, keys: Tensor, settings: SpireSettings) -> Tensor:
@@ -179,13 +170,9 @@ class _Chunks:
         return cls(settings, count, starts, keys.clamp(0, length - 1), is_sink, span_starts)
 
     def mask(self, step: int) -> Tensor:
-        """Return the gathered keys that each chunk's token attends to.
+        """Return the gathered keys that each chunk's token `step` attends to.
 
-        Args:
-            step: index of the tokens in their chunks.
-
-        Returns:
-            `[blocks, chunks, 1, sinks + span]` bool.
+        The result is `[blocks, chunks, 1, sinks + span]` bool.
         """
         columns = torch.arange(self.keys.shape[1], device=self.keys.device) - self.is_sink.sum()
         positions = torch.where(self.is_sink, self.keys, self.span_starts + columns)  # [blocks, columns]
@@ -202,13 +189,10 @@ def _attend_in_chunks(
     """Attend from each chunk's token to verified tokens and to its own chunk.
 
     Args:
-        queries: `[batch, blocks, chunks, num_kv_heads, groups, head_dim]`.
+        queries: `[batch, blocks, chunks, num_kv_heads, groups, head_dim]`, the result's shape, too.
         gathered: keys and values of verified tokens, `[batch, blocks, columns, num_kv_heads, head_dim]`.
         mask: `[blocks, chunks, 1, columns]` bool.
         own: keys and values of the chunk's tokens, `[batch, blocks, chunks, num_kv_heads, head_dim]` each.
-
-    Returns:
-        Attention output in the shape of `queries`.
     """
     keys, values = gathered
     # [batch, blocks, chunks, num_kv_heads, own, head_dim] each

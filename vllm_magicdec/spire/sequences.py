@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training data: a file of tokens, split into sequences in a seeded order."""
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ def write_tokens(path: Path, documents: Iterable[np.ndarray], vocab_size: int, b
     """Write the tokens of all documents to a file, and return their number.
 
     Args:
-        path: file of dtype `np.min_scalar_type(vocab_size)`; a JSON file beside it is written last.
+        path: file of dtype `np.min_scalar_type(vocab_size)`.
         documents: token ids, `[num_tokens]` integers each.
         vocab_size: exclusive upper bound on the ids.
         begin, end: token ids before and after each document; None for none.
@@ -29,12 +28,10 @@ def write_tokens(path: Path, documents: Iterable[np.ndarray], vocab_size: int, b
     count = 0
     with path.open("wb") as file:
         for document in documents:
-            ends = ([] if each is None else [each] for each in (begin, end))
-            parts = [np.array(part, dtype=np.int64) for part in (next(ends), document, next(ends))]
-            tokens = np.concatenate(parts).astype(dtype)
+            before, after = ([] if token is None else [token] for token in (begin, end))
+            tokens = np.concatenate([before, document, after], dtype=dtype, casting="unsafe")
             count += len(tokens)
             tokens.tofile(file)
-    path.with_suffix(".json").write_text(json.dumps({"dtype": dtype.name, "num_tokens": count}))
     return count
 
 
@@ -52,9 +49,9 @@ class Sequences:
     seed: int
 
     @classmethod
-    def read(cls, path: Path, length: int, seed: int) -> "Sequences":
+    def read(cls, path: Path, vocab_size: int, length: int, seed: int) -> "Sequences":
         """Map a file of `write_tokens`; raise SpireError if it has fewer tokens than two sequences."""
-        dtype = json.loads(path.with_suffix(".json").read_text())["dtype"]
+        dtype = np.min_scalar_type(vocab_size)
         tokens = np.fromfile(path, dtype) if path.stat().st_size < 2**20 else np.memmap(path, dtype, "r")
         if len(tokens) < 2 * length:
             raise SpireError(

@@ -33,10 +33,7 @@ class SpireSettings:
     def pruned(
         cls, target: str, num_hidden_layers: int, num_layers: int | None, **fields: Any
     ) -> "SpireSettings":
-        """Return the settings of a draft with the last layers of its target.
-
-        Args:
-            num_layers: layers of the draft; None for a quarter of the target's.
+        """Return the settings of a draft with the last layers of its target, a quarter if None is given.
 
         Raises:
             SpireError: a number is out of range.
@@ -47,12 +44,8 @@ class SpireSettings:
                 f"--layers {num_layers} cannot be taken from a target of {num_hidden_layers}; "
                 f"give a number from 1 to {num_hidden_layers}"
             )
-        settings = cls(
-            target,
-            num_hidden_layers,
-            tuple(range(num_hidden_layers - num_layers, num_hidden_layers)),
-            **fields,
-        )
+        taken = tuple(range(num_hidden_layers - num_layers, num_hidden_layers))
+        settings = cls(target, num_hidden_layers, taken, **fields)
         for name, least in (("sinks", 0), ("window", settings.num_draft_steps), ("num_draft_steps", 1)):
             if getattr(settings, name) < least:
                 raise SpireError(f"{name} has to be at least {least}, not {getattr(settings, name)}")

@@ -13,10 +13,7 @@ from vllm_magicdec.spire.settings import SpireError, SpireSettings
 
 
 class Target:
-    """A frozen Llama.
-
-    Args:
-        model: a name or a folder, as for transformers.
+    """A frozen Llama, by its name or folder.
 
     Raises:
         SpireError: the model cannot be loaded, is no Llama, or is quantised.

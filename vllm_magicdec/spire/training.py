@@ -4,7 +4,6 @@
 import json
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
@@ -93,7 +92,9 @@ class Trainer:
         plan, started = self.plan, perf_counter()
         tokens = self._sequences.batch(self.step * plan.batch, plan.batch).to(self._device)
         # The chunks' offset differs between steps.
-        first = int(np.random.default_rng([plan.seed, 1, self.step]).integers(self._chunk))
+        first = int(
+            np.random.default_rng([plan.seed, 1, self.step]).integers(self.draft.settings.num_draft_steps)
+        )
         self._optimizer.zero_grad(set_to_none=True)
         figures = torch.zeros(2, device=self._device)
         for row in tokens.split(1):  # the logits of a whole batch may exceed a GPU's memory
@@ -117,6 +118,32 @@ class Trainer:
             self.log.append({**entry, "minutes": round(self.seconds / 60, 2)})
             self._recent.clear()
         return mean_loss, acceptance
+
+    def run(
+        self,
+        checkpoint: Path,
+        *,
+        seconds_between: float,
+        should_end: Callable[[], bool],
+        report: Callable[[], object],
+    ) -> bool:
+        """Train to the end of the plan, with regular checkpoints; return whether the plan is done.
+
+        Args:
+            should_end: returns whether to stop early, after a checkpoint.
+            report: called after every step.
+        """
+        written = perf_counter()
+        while self.step < self.plan.num_steps:
+            self.train_step()
+            report()
+            ends = should_end() or self.step >= self.plan.num_steps
+            if ends or perf_counter() - written >= seconds_between:
+                self.save(checkpoint)
+                written = perf_counter()
+            if ends:
+                break
+        return self.step >= self.plan.num_steps
 
     @torch.no_grad()
     def evaluate(self) -> list[float]:
@@ -156,27 +183,20 @@ class Trainer:
         self.log = json.loads(checkpoint["log"])
         self._recent = [tuple(each) for each in json.loads(checkpoint["recent"])]
 
-    @property
-    def _chunk(self) -> int:
-        return self.draft.settings.num_draft_steps
-
     def _losses(self, tokens: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """Return the loss of `tokens` `[batch, length]` and each draft's acceptance `[num_draft_steps]`."""
         settings, plan = self.draft.settings, self.plan
         activations, target_logits = self._target.run(tokens, settings.aux_layers)
-        with self._autocast():
+        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=plan.bfloat16):
             logits = self.draft(tokens, activations.float(), first)
         count = logits.shape[2]
         losses, acceptances = [], []
         for step, draft_logits in enumerate(logits):
-            at = first + step + self._chunk * torch.arange(count, device=tokens.device)
+            at = first + step + settings.num_draft_steps * torch.arange(count, device=tokens.device)
             loss, acceptance = mixed_loss(draft_logits, target_logits[:, at], plan.omega)
             losses.append(loss)
             acceptances.append(acceptance)
         return torch.stack(losses).mean(), torch.stack(acceptances)
-
-    def _autocast(self) -> AbstractContextManager:
-        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self.plan.bfloat16)
 
     def _rate(self) -> float:
         """Return the learning rate: a warm-up over 5 % and at most 200 steps, then a cosine."""
@@ -185,33 +205,3 @@ class Trainer:
         done = min(1.0, self.step / plan.num_steps)
         cosine = _LAST_RATE + (1 - _LAST_RATE) * 0.5 * (1 + math.cos(math.pi * done))
         return plan.learning_rate * min(1.0, (self.step + 1) / warm_up) * cosine
-
-
-def run(
-    trainer: Trainer,
-    checkpoint: Path,
-    *,
-    seconds_between: float,
-    should_end: Callable[[], bool],
-    report: Callable[[], object],
-) -> bool:
-    """Train to the end of the plan, with regular checkpoints.
-
-    Args:
-        should_end: returns whether to stop early, after a checkpoint.
-        report: called after every step.
-
-    Returns:
-        Whether the plan is done.
-    """
-    written = perf_counter()
-    while trainer.step < trainer.plan.num_steps:
-        trainer.train_step()
-        report()
-        ends = should_end() or trainer.step >= trainer.plan.num_steps
-        if ends or perf_counter() - written >= seconds_between:
-            trainer.save(checkpoint)
-            written = perf_counter()
-        if ends:
-            break
-    return trainer.step >= trainer.plan.num_steps

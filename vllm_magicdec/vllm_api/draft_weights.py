@@ -29,8 +29,8 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
-from vllm_magicdec.native.library import UnreadableError
-from vllm_magicdec.native.quantised_linear import BITS, pack, refuse_without_kernel
+from vllm_magicdec.native.library import UnreadableError, find_kernel
+from vllm_magicdec.native.quantised_linear import BITS, pack
 
 _UNQUANTISED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 _ROWS_AT_ONCE = 256  # of the identity, to bound the memory of its products
@@ -77,8 +77,8 @@ def check_draft_weights(weights: str, vllm_config: VllmConfig) -> None:
         )
     if is_cpu:
         try:
-            refuse_without_kernel()
-        except (UnreadableError, OSError) as error:
+            find_kernel()
+        except UnreadableError as error:
             raise MagicDecConfigError(f"{name} is not possible here: {error}; {instead}") from None
     elif model.dtype == torch.float32:
         raise MagicDecConfigError(f"{name} needs --dtype bfloat16 or float16 on GPUs; {instead}")

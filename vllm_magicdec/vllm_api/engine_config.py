@@ -20,8 +20,8 @@ from vllm_magicdec.config.adaptive import DEFAULT_MAX_TOKENS, nested_lengths
 from vllm_magicdec.config.fields import default_of
 from vllm_magicdec.config.given import name_of, selects_magicdec
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
+from vllm_magicdec.lookup import datastore_files
 from vllm_magicdec.lookup.datastore_files import Vocabulary
-from vllm_magicdec.lookup.datastore_files import check as check_datastore
 from vllm_magicdec.policies.base import PagePolicy
 from vllm_magicdec.policies.sinks_and_window import SinksAndWindow
 from vllm_magicdec.vllm_api.cpu_products import why_products_are_slow
@@ -230,7 +230,7 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
             vocabulary = Vocabulary.of(cached_tokenizer_from_config(model).get_vocab())
         for path in self.datastores:
             try:
-                check_datastore(Path(path), model.get_vocab_size(), vocabulary)
+                datastore_files.read(Path(path), model.get_vocab_size(), vocabulary)
             except MagicDecConfigError as error:
                 sentence = str(error).removeprefix(f"{METHOD}: ")
                 raise MagicDecConfigError(f"{METHOD}: draft_lookup_sources: {sentence}") from None
