@@ -85,24 +85,12 @@ def _has_counts(vllm_config: Any) -> bool:
     return isinstance(spec, AdaptiveConfig) and (spec.adaptive or not isinstance(spec, VllmMethodConfig))
 
 
-def _v1_proposer() -> type:
-    from vllm_magicdec.vllm_api.runner_v1 import MagicDecProposer
-
-    return MagicDecProposer
-
-
 def _proposer_class(arguments: dict[str, Any]) -> type | None:
     if not _engine_selects(arguments):
         return None
     from vllm_magicdec.vllm_api.draft_models_v1 import proposer_class
 
     return proposer_class(arguments["vllm_config"])
-
-
-def _v2_speculator() -> type:
-    from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
-
-    return MagicDecSpeculator
 
 
 def _make_speculator(original: Callable[..., Any], vllm_config: Any, device: Any, req_states: Any) -> Any:
@@ -212,9 +200,13 @@ def _pass_adapters(batch: Any, runner: Any, *_: Any, **__: Any) -> Any:
     return batch
 
 
-def _check_drafter(runner: Any, drafter: Any, make_ours: Callable[[], type]) -> None:
+def _check_drafter(runner: Any, drafter: Any) -> None:
     """Refuse to start with a drafter that another plugin has put in place of the method's own."""
-    if _engine_selects({"vllm_config": runner.vllm_config}) and not isinstance(drafter, make_ours()):
+    if not _engine_selects({"vllm_config": runner.vllm_config}):
+        return
+    from vllm_magicdec.vllm_api.draft_runner import DraftRunner
+
+    if not isinstance(drafter, DraftRunner):
         made = f"{type(drafter).__module__}.{type(drafter).__qualname__}"
         raise MagicDecConfigError(
             f"{runner.vllm_config.speculative_config.name}: another plugin makes the drafter ({made}); "
@@ -223,7 +215,7 @@ def _check_drafter(runner: Any, drafter: Any, make_ours: Callable[[], type]) -> 
 
 
 def _before_loading_v2(runner: Any, *_: Any, **__: Any) -> None:
-    _check_drafter(runner, runner.speculator, _v2_speculator)
+    _check_drafter(runner, runner.speculator)
     spec = runner.vllm_config.speculative_config
     if isinstance(spec, MagicDecSpeculativeConfig) and reads_activations(spec):
         runner.use_aux_hidden_state_outputs = True
@@ -313,7 +305,7 @@ def _before_kv_cache_v1(runner: Any, kv_cache_config: Any, *_: Any, **__: Any) -
         from vllm_magicdec.vllm_api.draft_window import window_proposer
 
         window_proposer(drafter, runner.vllm_config)
-    _check_drafter(runner, drafter, _v1_proposer)
+    _check_drafter(runner, drafter)
     _attend_natively(runner.vllm_config, kv_cache_config, runner.device)
 
 
