@@ -295,16 +295,14 @@ def record_graphs(worker: Any, sizes: list[int]) -> None:
 def run_passes_as_captured(worker: Any) -> None:
     from types import SimpleNamespace
 
-    from vllm_magicdec.vllm_api.draft_graphs import RoundGraphs
-
     runner = draft_of(worker)
 
     def replay(draft_pass: Any, num_adapters: int) -> Any:
-        return runner.forward_and_sample(draft_pass, runner.pass_metadata(draft_pass))
+        return runner.forward_and_sample(draft_pass, runner.page_metadata.of_pass(draft_pass))
 
     as_captured = SimpleNamespace(replay=replay, graphs={None: None}, max_captured_reqs=4)
     kinds = [(length, length) for length in runner.speculative_config.round_lengths if length > 1]
-    runner._graphs = RoundGraphs(dict.fromkeys(kinds, as_captured))
+    runner._graphs = dict.fromkeys(kinds, as_captured)
 
 
 def count_replays(worker: Any) -> dict[int, int]:
@@ -324,7 +322,7 @@ def watch_draft_steps(worker: Any) -> None:
 
     draft.forward_and_sample = forward_and_count
 
-    for graphs in draft._graphs._graphs.values():
+    for graphs in draft._graphs.values():
 
         def run_and_count(desc: Any, run_fullgraph: Any = graphs.run_fullgraph) -> Any:
             seen["graph"] += 1

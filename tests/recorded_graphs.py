@@ -108,7 +108,7 @@ def capture(speculator: Any, sizes: list[int]) -> None:
 def num_replays(speculator: Any) -> dict[str, int]:
     """Count replays by padded batch size; keys with "x 2" are steps of two query tokens per request."""
     numbers = {}
-    for (num_queries, num_sampled), graphs in speculator._graphs._graphs.items():
+    for (num_queries, num_sampled), graphs in speculator._graphs.items():
         kind = "" if num_queries == 1 else f" x {num_queries}"
         kind += ", a pass" if num_sampled > 1 else ""
         numbers |= {f"{desc.num_reqs}{kind}": graph.num_replays for desc, graph in graphs.graphs.items()}

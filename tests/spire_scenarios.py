@@ -88,13 +88,12 @@ def note_drafts(worker: Any) -> None:
         return run(draft_pass)
 
     def note_forward(tokens: torch.Tensor, *others: Any) -> Any:
-        result = forward(tokens, *others)
-        hidden_states = result[0] if isinstance(result, tuple) else result  # V2: with activations
+        hidden_states = forward(tokens, *others)
         logits = proposer.model.compute_logits(hidden_states)
         for index, token, own in zip(indices, tokens.tolist(), logits, strict=True):
             rounds[-1][index]["tokens"].append(token)
             rounds[-1][index]["logits"].append(own.clone())
-        return result
+        return hidden_states
 
     def note_round(num_steps: int, read_batch: Any, read_histories: Any) -> Any:
         def read_and_note() -> Any:

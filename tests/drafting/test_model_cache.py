@@ -66,7 +66,7 @@ class ImaginedEngine:
         self._max_num_tokens = max_num_tokens
         sizes = {"max_num_reqs": NUM_ROWS, "max_num_tokens": max_num_tokens, "max_model_len": MODEL_LEN}
         groups = [LayerGroup(("draft",), 0, SPEC, None)]
-        self.draft = ModelCache(self, groups, knows_accepted=False, may_lag=True, **sizes)
+        self.draft = ModelCache(self, groups, knows_accepted=False, **sizes)
         self._lookup = lookup
         self.requests = [self._arriving(row) for row in range(NUM_ROWS)]
 

@@ -13,11 +13,10 @@ from vllm.config import CUDAGraphMode
 from vllm_magicdec.attention.metadata import DraftMetadata, TokenMetadata
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.plugin import register
-from vllm_magicdec.views.round import LayerPageView, PageView, Part, Queries, TokenView
+from vllm_magicdec.views.round import LayerPageView, PageView, Part, Pass, Queries, TokenView
 from vllm_magicdec.vllm_api import page_metadata_v2
 from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs, dummy_step
 from vllm_magicdec.vllm_api.page_metadata_v2 import PageMetadata
-from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
 
 register()
 
@@ -51,11 +50,9 @@ def test_graphs_update_the_metadata_of_backends_that_support_it():
     assert pages.updated == [{"pages": 1}] and of_layers.updated == [{"of_layers": 2}]
     assert not tokens.updated and not eager.updated and not split.updated
     rebuilt: list[int] = []
-    metadata.of_part = lambda index, part, queries, view: rebuilt.append(index)
-    speculator = MagicDecSpeculator.__new__(MagicDecSpeculator)
-    speculator.page_metadata = metadata
+    metadata._of_part = lambda index, part, queries, view: rebuilt.append(index)
     parts = [SimpleNamespace(view=Mock(spec=view)) for view in views]
-    speculator.refresh_metadata(SimpleNamespace(parts=parts, queries=None))
+    metadata.refresh(SimpleNamespace(parts=parts, queries=None))
     assert rebuilt == [3, 4]
 
 
@@ -65,9 +62,11 @@ def make_graphs(capture):
 
     def make(config, num_queries: int = 1, num_sampled: int = 1) -> list[tuple[int, int]]:
         """Requests and tokens of each graph."""
-        step = SimpleNamespace(num_views=1, num_speculative_steps=4)
-        options = (torch.device("cpu"), CUDAGraphMode.FULL, step, (None,), num_queries, num_sampled)
-        graphs = DraftGraphs(config, *options)
+        drafter = SimpleNamespace(groups=[None], common_lens=(None,))
+        used = (drafter, None, None, None, None)
+        graphs = DraftGraphs(
+            config, torch.device("cpu"), CUDAGraphMode.FULL, *used, num_queries, num_sampled
+        )
         descs = graphs._capture_descs.get(CUDAGraphMode.FULL, [])
         return sorted((desc.num_reqs, desc.num_tokens) for desc in descs)
 
@@ -111,12 +110,13 @@ def test_starts_of_uneven_passes_are_on_the_device(monkeypatch):
     built = []
     monkeypatch.setattr(page_metadata_v2, "build_attn_metadata", lambda **args: built.append(args) or {})
     arange, is_prefilling = torch.arange(4, dtype=torch.int32, device="meta"), torch.zeros(3)
-    metadata = PageMetadata(None, [[]], [[]], [0], arange, is_prefilling, [1])
+    groups = [SimpleNamespace(kv_cache_group=0, layer_names=[])]
+    metadata = PageMetadata(None, [[]], [[]], groups, arange, is_prefilling, [1])
     one, two = (torch.zeros(n, dtype=torch.int64, device="meta") for n in (1, 3))
     view = PageView(torch.zeros(2, device="meta"), torch.zeros(2, 1, device="meta"), 8)
     queries = Queries(np.arange(2), np.array([-2, -1]), np.array([2, 1]))
-    metadata.of_part(0, Part(two, two, view), queries, view)
-    metadata.of_part(0, Part(one, one, view), Queries.uniform(2, 0), view)
+    metadata.of_pass(Pass(two, queries, [Part(two, two, view)]))
+    metadata.of_pass(Pass(one, Queries.uniform(2, 0), [Part(one, one, view)]))
     assert [args["query_start_loc_gpu"].device.type for args in built] == ["meta", "meta"]
 
 
@@ -144,14 +144,14 @@ def test_dummy_steps_allocate_no_more_than_one_layer_of_a_view():
         lambda lens: LayerPageView(lens, tables[:, :num_reqs], 8 * width),
         lambda lens: PageView(lens, tables[0, :num_reqs], 8 * width),
     ]
-    step = SimpleNamespace(capture_view=lambda index, num_reqs, lens, common_len: views[index](lens))
-    where = {
-        "num_blocks": num_blocks,
-        "page_sizes": [page_size] * len(views),
-        "device": torch.device("cpu"),
-    }
+    group = SimpleNamespace(cache=SimpleNamespace(block_size=page_size))
+    drafter = SimpleNamespace(
+        groups=[group] * len(views),
+        common_lens=(None, width),
+        capture_view=lambda index, num_reqs, lens, common_len: views[index](lens),
+    )
     with SmallTensors(slots[0].nbytes):
-        made = dummy_step(step, num_reqs, common_lens=(None, width), **where)
+        made = dummy_step(drafter, num_reqs, num_blocks, torch.device("cpu"))
     of_tokens, of_layers, of_pages = (part.view for part in made.parts)
     assert of_tokens.common_len == width and of_tokens.lens.tolist() == [width] * num_reqs
     assert of_layers.lens.tolist() == of_pages.lens.tolist() == [8 * width] * num_reqs

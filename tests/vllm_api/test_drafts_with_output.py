@@ -59,16 +59,15 @@ def given_after_a_step(config, output, drafts, runner="vllm.v1.worker.gpu_model_
         scheduler=scheduler,
         model_executor=SimpleNamespace(take_draft_token_ids=ask),
         check_for_draft_tokens=True,
-        async_scheduling=config.scheduler_config.async_scheduling,
+        async_scheduling=False,
     )
     post_step = wrapped("vllm.v1.engine.core", "post_step", EngineCore.post_step.__wrapped__)
     post_step(core, True)
     first, was_asked = list(given), bool(questions)
     post_step(core, False)
     assert given == first
-    if not core.async_scheduling:
-        post_step(core, True)
-        assert given == [*first, ASKED], "each step's once"
+    post_step(core, True)
+    assert given == [*first, ASKED], "each step's once"
     return first, was_asked
 
 
@@ -94,10 +93,8 @@ LATER = DraftTokenIds(["a"], [[3, 4]])
         ("cache_config", "block_size", 32, step_output(), None, ([], False)),
         # The shared empty output carries nothing.
         ("cache_config", "block_size", 32, EMPTY_MODEL_RUNNER_OUTPUT, ASKED, ([ASKED], True)),
-        # On a device, in a pipeline and asynchronously drafts come later.
+        # On a device drafts come later.
         ("device_config", "device_type", "cuda", step_output(), LATER, ([ASKED], True)),
-        ("parallel_config", "pipeline_parallel_size", 2, step_output(), LATER, ([ASKED], True)),
-        ("scheduler_config", "async_scheduling", True, step_output(), LATER, ([], False)),
     ],
 )
 def test_other_drafts_are_asked_for_as_vllm_does(config, where, field, value, output, drafts, expected):

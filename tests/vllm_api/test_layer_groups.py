@@ -95,11 +95,9 @@ def target_group(names, spec, backend=Backend) -> AttentionGroup:
 def test_the_targets_builders_are_shared_if_they_serve_no_other_layers():
     whole = target_group("01", FULL)
     group = LayerGroup(("0", "1"), 0, FULL, None)
-    assert attention_groups_of(group, [[whole]], None, None, share_builders=True) == [whole]
-    (own,) = attention_groups_of(group, [[whole]], None, None, share_builders=False)
-    assert own is not whole and own.get_metadata_builder().layer_names == ["0", "1"]
+    assert attention_groups_of(group, [[whole]], None, None) == [whole]
     windows = LayerGroup(("1",), 0, FULL, SlidingWindow(96))
-    (own,) = attention_groups_of(windows, [[whole]], None, None, share_builders=True)
+    (own,) = attention_groups_of(windows, [[whole]], None, None)
     assert own.layer_names == own.get_metadata_builder().layer_names == ["1"]
 
 
@@ -113,7 +111,7 @@ def test_a_view_of_one_chunk_is_not_split_into_chunks(monkeypatch):
         AttentionGroup, "create_metadata_builders", lambda self, *_: backends.append(self.backend)
     )
     monkeypatch.setattr(AttentionGroup, "get_metadata_builder", lambda self: SimpleNamespace())
-    attention_groups_of(group, [[made]], None, None, share_builders=True)
+    attention_groups_of(group, [[made]], None, None)
     assert backends == [CPUAttentionBackend]
     assert chunked.get_builder_cls() is not CPUAttentionBackend.get_builder_cls()
 

@@ -14,7 +14,6 @@ from vllm_magicdec.errors import METHOD
 from vllm_magicdec.plugin import register
 from vllm_magicdec.views.round import PageView, Part, Pass, Queries
 from vllm_magicdec.vllm_api import runner_v2
-from vllm_magicdec.vllm_api.draft_graphs import RoundGraphs
 from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
 from vllm_magicdec.vllm_api.runner_wrappers import report_removed
 
@@ -87,7 +86,7 @@ def test_graphs_and_views_of_the_first_layout_are_freed_before_the_second(monkey
     """vLLM captures graphs to measure their memory, and then lays out the whole KV cache."""
     graphs, passes, drafter, metadata = kept = [Kept() for _ in range(4)]
     speculator = make_speculator(
-        _graphs=RoundGraphs({(1, 1): graphs, (4, 4): passes}), _drafter=drafter, page_metadata=metadata
+        _graphs={(1, 1): graphs, (4, 4): passes}, _drafter=drafter, page_metadata=metadata
     )
     references = [weakref.ref(own) for own in kept]
     del graphs, passes, drafter, metadata, kept
@@ -103,7 +102,7 @@ def timed(monkeypatch, draft_dummies) -> MagicDecSpeculator:
     speculator = make_speculator(
         enable_adaptive_verification=True,
         draft_tokens=torch.full((4, NUM_STEPS), 9),
-        _graphs=SimpleNamespace(capture=lambda: None),
+        _graphs={},
         _drafter=SimpleNamespace(record_failure=failures.append),
         failures=failures,
         _copy_request_inputs=lambda *args, **kwargs: None,
@@ -163,7 +162,6 @@ def test_routers_see_the_padding_of_draft_steps_and_of_nothing_else(configure):
         _steps=numbers,
         _rope=None,
         _takes_embeddings=False,
-        _is_padding=None,
         _drafter=SimpleNamespace(groups=[SimpleNamespace(layer_names=["attn"])]),
         _sample_each=lambda _, hidden_states: (hidden_states, None, None),
         sample_draft=lambda hidden_states, *_: hidden_states,
@@ -179,5 +177,5 @@ def test_routers_see_the_padding_of_draft_steps_and_of_nothing_else(configure):
     with pytest.raises(RuntimeError, match="on purpose"):
         speculator.forward_and_sample(draft_pass, {})
     is_broken = False
-    speculator.forward(numbers, numbers, {}, {})
+    speculator.forward(numbers, numbers, [numbers], {})
     assert all(own is padding for own in seen[:3]) and seen[3:] == [None]

@@ -37,7 +37,6 @@ class ModelCache(Cache):
         max_num_tokens: maximum query tokens of a pass.
         max_model_len: tokens.
         knows_accepted: the host knows how many drafts the target has accepted before it drafts again.
-        may_lag: tokens of plain steps may wait; vLLM may free the pages that layers with a window need.
     """
 
     is_own = True
@@ -52,7 +51,6 @@ class ModelCache(Cache):
         max_num_tokens: int,
         max_model_len: int,
         knows_accepted: bool,
-        may_lag: bool,
     ) -> None:
         self._target = target
         self._groups = groups
@@ -60,7 +58,8 @@ class ModelCache(Cache):
         self._max_num_tokens, self._max_model_len = max_num_tokens, max_model_len
         # All but at most one of the tokens that a verification adds were written by the round's passes.
         self._min_lacking = 0 if knows_accepted else 1
-        self._may_lag = may_lag
+        # Tokens of plain steps may wait, but vLLM may free the pages that layers with a window need.
+        self._may_lag = all(group.reach is None for group in groups)
         # Twice as many as run at once, so that requests which a step leaves out keep theirs.
         num_rows = 2 * max_num_reqs
         self._rows_of = RequestRows(num_rows, torch.device("cpu"))

@@ -70,7 +70,8 @@ def pass_adapters(runner: Any, batch: InputBatch) -> None:
     """
     state: LoraState = runner.lora_state
     ids = state.lora_ids[batch.idx_mapping_np]
-    runner.speculator.take_adapters(ids)
+    if runner.speculator.adapters is not None:
+        runner.speculator.adapters.take(ids)
     of_logits = tuple(ids.repeat(np.diff(batch.cu_num_logits_np)).tolist())
 
     def make_lora_inputs(

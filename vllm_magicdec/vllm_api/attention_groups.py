@@ -21,22 +21,20 @@ def attention_groups_of(
     target_groups: Sequence[Sequence[AttentionGroup]],
     vllm_config: VllmConfig,
     device: torch.device,
-    *,
-    share_builders: bool,
 ) -> list[AttentionGroup]:
     """Restrict the target's attention groups to the layers of a view.
 
+    Builders keep buffers that CUDA graphs over a view read, so the target's are shared if they serve no
+    other layers. Without vLLM's hybrid KV cache manager, layers with and without a window share one.
+
     Args:
         target_groups: the target's attention groups with their builders, by KV-cache group.
-        share_builders: reuse the target's builders that serve no other layers. Builders keep buffers that
-            CUDA graphs over a view read, and without vLLM's hybrid KV cache manager, layers with and
-            without a window share one.
     """
     found = []
     for target_group in target_groups[group.kv_cache_group]:
         names = [name for name in target_group.layer_names if name in group.layer_names]
         is_chunked = isinstance(group.reach, LocalChunk)
-        if share_builders and names == target_group.layer_names and not is_chunked:
+        if names == target_group.layer_names and not is_chunked:
             found.append(target_group)
         elif names:
             spec, backend = group.cache, target_group.backend

@@ -12,7 +12,7 @@ The V1 runner samples also for requests whose prompt is not read to its end, and
 their generators back. Generators on CPUs have no offset, which ends the engine (fifth patch).
 """
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,8 @@ import torch
 import vllm.v1.sample.ops.topk_topp_sampler as topk_topp_sampler
 import vllm.v1.sample.rejection_sampler as rejection_sampler
 from vllm.logger import init_logger
+
+from vllm_magicdec.vllm_api.hook import before, instead
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -64,29 +66,26 @@ def patch() -> None:
 
 def rewind_generators(runner: Any) -> None:
     """Set generators of seeded requests back after samples that are thrown away."""
-    sample, bookkeeping = runner._sample, runner._bookkeeping_sync
-    if "set_offset" not in bookkeeping.__code__.co_names:
+    if "set_offset" not in runner._bookkeeping_sync.__code__.co_names:
         return  # vLLM is fixed
-    before: dict[int, tuple[torch.Generator, torch.Tensor]] = {}  # by row: generator and its state
+    states: dict[int, tuple[torch.Generator, torch.Tensor]] = {}  # by row: generator and its state
 
-    @functools.wraps(sample)
-    def sample_and_keep_states(*args: Any, **kwargs: Any) -> Any:
-        before.clear()
+    def keep_states(*_: Any, **__: Any) -> None:
+        states.clear()
         generators = runner.input_batch.generators
         for row in np.flatnonzero(runner.discard_request_mask.np[: runner.input_batch.num_reqs]).tolist():
             if row in generators:
-                before[row] = generators[row], generators[row].get_state()
-        return sample(*args, **kwargs)
+                states[row] = generators[row], generators[row].get_state()
 
-    @functools.wraps(bookkeeping)
-    def rewind_first(*args: Any, **kwargs: Any) -> Any:
+    def rewind_first(bookkeeping: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         generators = runner.input_batch.generators
-        for row, (generator, state) in before.items():
+        for row, (generator, state) in states.items():
             generator.set_state(state)
             del generators[row]  # vLLM would ask for its offset
         try:
             return bookkeeping(*args, **kwargs)
         finally:
-            generators.update({row: generator for row, (generator, _) in before.items()})
+            generators.update({row: generator for row, (generator, _) in states.items()})
 
-    runner._sample, runner._bookkeeping_sync = sample_and_keep_states, rewind_first
+    runner._sample = before(keep_states)(runner, runner._sample)
+    runner._bookkeeping_sync = instead(rewind_first)(runner, runner._bookkeeping_sync)

@@ -4,9 +4,9 @@
 import copy
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
@@ -16,10 +16,13 @@ from vllm.v1.worker.gpu.lora_utils import get_lora_capture_cases
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_magicdec.attention.switch import better_options
+from vllm_magicdec.drafting.drafter import Drafter
 from vllm_magicdec.drafting.sizing import draft_graph_sizes
 from vllm_magicdec.drafting.wide_passes import MAX_WIDE_TOKENS
-from vllm_magicdec.views.round import LayerPageView, PageView, Part, Pass, Queries, TokenView, View
+from vllm_magicdec.views.round import LayerPageView, PageView, Part, Pass, Queries, TokenView
 from vllm_magicdec.views.tensors import PAD_SLOT
+from vllm_magicdec.vllm_api.adapters import Adapters
+from vllm_magicdec.vllm_api.page_metadata_v2 import PageMetadata
 
 
 def why_no_draft_graphs(cudagraph_mode: CUDAGraphMode, weakest: AttentionGroup) -> str | None:
@@ -48,57 +51,20 @@ def why_no_draft_graphs(cudagraph_mode: CUDAGraphMode, weakest: AttentionGroup) 
     )
 
 
-class Capturable(Protocol):
-    """A draft whose passes CUDA graphs capture; implemented by the V2 adapter."""
-
-    current_draft_step: torch.Tensor  # [] int64, `Queries.first_sampled`, which sampling reads
-    num_speculative_steps: int  # maximum steps of a round
-
-    @property
-    def num_views(self) -> int:
-        """Number of layer groups, each with its own view."""
-
-    def capture_view(self, index: int, num_reqs: int, lens: torch.Tensor, common_len: int | None) -> View:
-        """See `drafting.drafter.Drafter.capture_view`."""
-
-    def pass_metadata(self, draft_pass: Pass, *, for_capture: bool = False) -> Mapping[str, Any]:
-        """Build attention metadata by layer."""
-
-    def refresh_metadata(self, draft_pass: Pass) -> None:
-        """Update metadata buffers that the pass's graph reads but does not update, from the lengths."""
-
-    def record_refresh(self, attn_metadata: Mapping[str, Any]) -> None:
-        """Update the other metadata buffers, while a graph records it."""
-
-    def select_adapters(self, num_active: int, num_tokens: int) -> None:
-        """Map the next pass to this many LoRA adapters (`Adapters.apply_dummies`)."""
-
-    def forward_and_sample(self, draft_pass: Pass, attn_metadata: Mapping[str, Any]) -> torch.Tensor:
-        """Run the pass and sample after every query of `Queries.sampled`; returns [num_sampled] int64."""
-
-
-def dummy_step(
-    draft: Capturable,
-    num_reqs: int,
-    *,
-    num_blocks: int,
-    page_sizes: Sequence[int],
-    common_lens: Sequence[int | None],
-    device: torch.device,
-) -> Pass:
+def dummy_step(drafter: Drafter, num_reqs: int, num_blocks: int, device: torch.device) -> Pass:
     """Create a step over full views that takes as long as a real one and writes no K/V.
 
-    The views are filled with pages from all over the KV cache, the same in every layer. `page_sizes` are
-    tokens per page by view; for `common_lens` see `DraftGraphs`.
+    The views are filled with pages from all over the KV cache, the same in every layer.
     """
     positions = torch.zeros(num_reqs, dtype=torch.int64, device=device)
     parts = []
-    for group, page_size in enumerate(page_sizes):
+    for index, group in enumerate(drafter.groups):
         lens = torch.empty_like(positions, dtype=torch.int32)
-        view = draft.capture_view(group, num_reqs, lens, None)
+        view = drafter.capture_view(index, num_reqs, lens, None)
         if isinstance(view, TokenView):
-            entries, num_values, width = view.slots, num_blocks * page_size, view.slots.shape[-1]
-            if width in common_lens:  # such views have their own kernels
+            entries, width = view.slots, view.slots.shape[-1]
+            num_values = num_blocks * group.cache.block_size
+            if width in drafter.common_lens:  # such views have their own kernels
                 view = replace(view, common_len=width)
         else:
             entries = view.block_tables if isinstance(view, LayerPageView) else view.block_table
@@ -135,7 +101,9 @@ class DraftGraphs(CudaGraphManager):
     Args:
         cudagraph_mode: mode that the target's attention supports; without full decode graphs, nothing is
             captured and every pass runs eagerly.
-        common_lens: values of `views.round.TokenView.common_len` with their own kernels, including None.
+        forward_and_sample: runs a pass with this metadata, and samples after every query of
+            `Queries.sampled`, [num_sampled] int64.
+        current_step: [] int64, `Queries.first_sampled` of the pass, which sampling reads.
         num_queries: queries per request.
         num_sampled: the last of these, after which a token is sampled.
     """
@@ -145,8 +113,11 @@ class DraftGraphs(CudaGraphManager):
         vllm_config: VllmConfig,
         device: torch.device,
         cudagraph_mode: CUDAGraphMode,
-        draft: Capturable,
-        common_lens: Sequence[int | None],
+        drafter: Drafter,
+        metadata: PageMetadata,
+        adapters: Adapters | None,
+        forward_and_sample: Callable[[Pass, Mapping[str, Any]], torch.Tensor],
+        current_step: torch.Tensor,
         num_queries: int = 1,
         num_sampled: int = 1,
     ) -> None:
@@ -157,28 +128,29 @@ class DraftGraphs(CudaGraphManager):
         mode = CUDAGraphMode.FULL_DECODE_ONLY if has_full_graphs else CUDAGraphMode.NONE
         cases = get_lora_capture_cases(vllm_config.lora_config, vllm_config.compilation_config)
         super().__init__(vllm_config, device, mode, decode_query_len=num_queries, lora_capture_cases=cases)
-        self._draft = draft
-        self._common_lens = common_lens
+        self._drafter, self._metadata, self._adapters = drafter, metadata, adapters
+        self._forward_and_sample, self._current_step = forward_and_sample, current_step
+        # Values of `views.round.TokenView.common_len` with their own kernels, including None.
+        self._common_lens = drafter.common_lens
         for descs in self._capture_descs.values():
             descs[:] = [
                 PassDescriptor(**vars(desc), common_len=n)
                 for desc in descs
                 if desc.uniform_token_count == num_queries  # vLLM may add verifications of fewer drafts
-                for n in common_lens
+                for n in self._common_lens
             ]
         self._captured: dict[PassDescriptor, Pass] = {}
-        num_views, num_reqs = draft.num_views, self.max_num_reqs
+        num_views, num_reqs = len(drafter.groups), self.max_num_reqs
         num_tokens = num_reqs * num_queries
-        self._num_unpadded, self._is_padding = 0, torch.ones(num_tokens, dtype=torch.bool, device=device)
+        self._is_padding = torch.ones(num_tokens, dtype=torch.bool, device=device)
         self._tokens = torch.zeros(num_tokens, dtype=torch.int32, device=device)
         self._positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         self._slots = torch.full((num_views, num_tokens), PAD_SLOT, dtype=torch.int64, device=device)
         self._lens = torch.full((num_views, num_reqs), num_queries, dtype=torch.int32, device=device)
-        # Requests whose inputs are not those of padding; captures may have changed any.
-        self._num_filled = num_reqs
-        self._indices = torch.arange(draft.num_speculative_steps, device=device)
-        shape = (draft.num_speculative_steps, num_reqs * num_sampled)
-        self._sampled = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._num_unpadded = 0  # requests before those with the inputs of padding; captures change any
+        num_steps = vllm_config.num_speculative_tokens
+        self._indices = torch.arange(num_steps, device=device)
+        self._sampled = torch.zeros((num_steps, num_reqs * num_sampled), dtype=torch.int32, device=device)
 
     @property
     def max_captured_reqs(self) -> int:
@@ -207,13 +179,14 @@ class DraftGraphs(CudaGraphManager):
         assert isinstance(desc, PassDescriptor) and desc.num_reqs is not None
         num_reqs, num_queries = desc.num_reqs, self.decode_query_len
         num_tokens, num_sampled = num_reqs * num_queries, num_reqs * self._num_sampled
-        self._draft.select_adapters(desc.num_active_loras, num_sampled)
+        if self._adapters is not None:
+            self._adapters.apply_dummies(desc.num_active_loras, num_sampled)
         # The pass in the static buffers.
         parts = [
             Part(
                 positions=self._positions[:num_tokens],
                 slots=slots[:num_tokens],
-                view=self._draft.capture_view(index, num_reqs, lens[:num_reqs], desc.common_len),
+                view=self._drafter.capture_view(index, num_reqs, lens[:num_reqs], desc.common_len),
             )
             for index, (slots, lens) in enumerate(zip(self._slots, self._lens, strict=True))
         ]
@@ -222,12 +195,12 @@ class DraftGraphs(CudaGraphManager):
             self._tokens[:num_tokens], queries, parts, is_padding=self._is_padding[:num_tokens]
         )
         self._captured[desc] = draft_pass
-        attn_metadata = self._draft.pass_metadata(draft_pass, for_capture=True)
+        attn_metadata = self._metadata.of_pass(draft_pass, for_capture=True)
 
         def run(cudagraph_mode: CUDAGraphMode) -> None:
-            self._draft.record_refresh(attn_metadata)
-            sampled = self._draft.forward_and_sample(draft_pass, attn_metadata).to(torch.int32)
-            index = self._draft.current_draft_step.view(1)
+            self._metadata.record_refresh(attn_metadata)
+            sampled = self._forward_and_sample(draft_pass, attn_metadata).to(torch.int32)
+            index = self._current_step.view(1)
             self._sampled[:, :num_sampled].index_copy_(0, index, sampled.unsqueeze(0))
 
         return run
@@ -248,20 +221,18 @@ class DraftGraphs(CudaGraphManager):
         )
         if desc.cg_mode != CUDAGraphMode.FULL:
             return None
-        if num_tokens != self._num_unpadded:
-            self._num_unpadded = num_tokens
+        if num_reqs != self._num_unpadded:
+            self._num_unpadded = num_reqs
             self._is_padding[:num_tokens].fill_(False)
             self._is_padding[num_tokens:].fill_(True)
+            self._lens[:, num_reqs:].fill_(num_queries)
+            self._slots[:, num_tokens:].fill_(PAD_SLOT)
         lens = [part.view.common_len for part in parts if isinstance(part.view, TokenView)]
         common_len = lens[0] if lens and lens[0] in self._common_lens else None
-        if num_reqs < self._num_filled:
-            self._lens[:, num_reqs : self._num_filled].fill_(num_queries)
-            self._slots[:, num_tokens : self._num_filled * num_queries].fill_(PAD_SLOT)
-        self._num_filled = num_reqs
         index = draft_pass.queries.first_sampled
         # One kernel each on CUDA, because all tensors of a list have the same dtype.
         torch._foreach_copy_(
-            [self._draft.current_draft_step, self._positions[:num_tokens], *self._slots[:, :num_tokens]],
+            [self._current_step, self._positions[:num_tokens], *self._slots[:, :num_tokens]],
             [self._indices[index], draft_pass.positions, *(part.slots for part in parts)],
         )
         torch._foreach_copy_(
@@ -269,32 +240,6 @@ class DraftGraphs(CudaGraphManager):
             [draft_pass.tokens, *(part.view.lens for part in parts)],
         )
         own = PassDescriptor(**vars(desc), common_len=common_len)
-        self._draft.refresh_metadata(self._captured[own])
+        self._metadata.refresh(self._captured[own])
         self.run_fullgraph(own)
         return self._sampled[index, : num_reqs * self._num_sampled]
-
-
-class RoundGraphs:
-    """CUDA graphs of a round's passes by queries and samples of each request; without any, all is eager."""
-
-    def __init__(self, graphs: Mapping[tuple[int, int], DraftGraphs] | None = None) -> None:
-        self._graphs = graphs or {}
-
-    def capture(self) -> None:
-        """Capture all graphs; after a failure, none may be used."""
-        for graphs in self._graphs.values():
-            graphs.capture_passes()
-
-    def max_wide_reqs(self, num_steps: int) -> int | None:
-        """Batch size of the largest pass over `num_steps` steps; None: nothing was captured at all."""
-        # An eager pass would be slower than steps with graphs.
-        any_captured = any(graphs.graphs for graphs in self._graphs.values())
-        return self._graphs[num_steps, num_steps].max_captured_reqs if any_captured else None
-
-    def replay(self, draft_pass: Pass, num_adapters: int) -> torch.Tensor | None:
-        """Replay a pass if it has a graph; `num_adapters`: `Adapters.num_active`, already applied."""
-        queries = draft_pass.queries
-        if queries.uniform_len is None:
-            return None
-        graphs = self._graphs.get((queries.uniform_len, queries.num_sampled))
-        return None if graphs is None else graphs.replay(draft_pass, num_adapters)

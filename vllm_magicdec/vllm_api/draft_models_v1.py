@@ -9,24 +9,15 @@ import torch.nn as nn
 from typing_extensions import override
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
-from vllm_magicdec.config import MagicDecSpeculativeConfig
-from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.drafting.model_cache import ModelCache
-from vllm_magicdec.drafting.ports import Cache
-from vllm_magicdec.vllm_api.attention_groups import refuse_small_buffers
+from vllm_magicdec.vllm_api.draft_runner import ModelDraft, SpireDraft, choose_class
 from vllm_magicdec.vllm_api.draft_weights import QuantisedCopy
 from vllm_magicdec.vllm_api.embeddings import refuse_more_inputs
-from vllm_magicdec.vllm_api.kv_cache import log_draft_memory, refuse_draft_without_whole_context
 from vllm_magicdec.vllm_api.runner_v1 import MagicDecProposer
 from vllm_magicdec.vllm_api.runner_wrappers import bypass_rejection_sampler
-from vllm_magicdec.vllm_api.spire_cache import (
-    SpireCache,
-    TargetActivations,
-    refuse_target_without_activations,
-)
+from vllm_magicdec.vllm_api.spire_cache import TargetActivations, refuse_target_without_activations
 
 
 class LoadedProposer(MagicDecProposer):
@@ -35,25 +26,11 @@ class LoadedProposer(MagicDecProposer):
     @override
     def load_model(self, target_model: nn.Module) -> None:
         DraftModelProposer.load_model(self, target_model)
+        refuse_more_inputs(self.model)
 
     @override
-    def dummy_run(self, *args: Any, **kwargs: Any) -> None:
-        DraftModelProposer.dummy_run(self, *args, **kwargs)
-
-    @override
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        slots: Sequence[torch.Tensor],
-        attn_metadata: Mapping[str, Any],
-    ) -> Any:
-        num_tokens = tokens.shape[0]
-        # In vLLM's buffers, whose alignment the compiled model expects.
-        input_ids = self.input_ids[:num_tokens].copy_(tokens)
-        own_positions = self.positions[:num_tokens].copy_(positions)
-        with self._in_pass(num_tokens, slots, attn_metadata):
-            return self.model(input_ids=input_ids, positions=own_positions, inputs_embeds=None)
+    def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        DraftModelProposer.dummy_run(self, num_tokens, *args, **kwargs)
 
 
 class QuantisedProposer(LoadedProposer):
@@ -71,26 +48,14 @@ class QuantisedProposer(LoadedProposer):
         self._copy.update()
 
 
-class ModelProposer(LoadedProposer):
-    """A proposer whose draft computes the K/V of all tokens itself (`drafting/model_cache.py`)."""
+class ModelProposer(ModelDraft, LoadedProposer):
+    """A proposer with a draft model."""
 
     _cache: ModelCache
 
     @override
-    def load_model(self, target_model: nn.Module) -> None:
-        super().load_model(target_model)
-        refuse_more_inputs(self.model)
-
-    @property
-    def _may_lag(self) -> bool:
-        # For layers with a window vLLM may have freed the pages that they need.
-        config = self.speculative_config.draft_model_config.hf_text_config
-        return not any(getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
-
-    @override
     def _bypass_rejection_sampler(self) -> None:
-        if self._may_lag:
-            bypass_rejection_sampler(self.target_runner, may_skip=self._may_skip)
+        bypass_rejection_sampler(self.target_runner, may_skip=self._may_skip)
 
     def _may_skip(self, scheduler_output: SchedulerOutput) -> bool:
         cached = scheduler_output.scheduled_cached_reqs
@@ -99,31 +64,13 @@ class ModelProposer(LoadedProposer):
             lambda: self._cache.skip_plain_step(cached.req_ids, ends)
         )
 
-    @override
-    def _make_cache(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> Cache:
-        refuse_draft_without_whole_context(groups)
-        refuse_small_buffers(self._attention_groups)
-        log_draft_memory(kv_cache_config, groups)
-        self._draft_beyond_the_end()
-        return ModelCache(
-            self,
-            groups,
-            max_num_reqs=self.max_batch_size,
-            max_num_tokens=self.max_num_tokens,
-            max_model_len=self.max_model_len,
-            knows_accepted=True,
-            may_lag=self._may_lag,
-        )
 
-
-class SpireProposer(LoadedProposer):
-    """A proposer whose draft computes the K/V of verified tokens from the target's activations.
+class SpireProposer(SpireDraft, LoadedProposer):
+    """A proposer with a SPIRe draft.
 
     Raises:
         MagicDecConfigError: vLLM does not return the target's activations.
     """
-
-    _cache: SpireCache
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
         super().__init__(vllm_config, device, runner)
@@ -133,9 +80,7 @@ class SpireProposer(LoadedProposer):
     @override
     def load_model(self, target_model: nn.Module) -> None:
         super().load_model(target_model)
-        self._cache = SpireCache(self.model, target_model)
-        # A token's memory exists only after its own pass.
-        self.reads_ahead = not self.model.fields.feedback_memory
+        self._follow_target(self.model, target_model)
 
     @override
     def _bypass_rejection_sampler(self) -> None:
@@ -159,23 +104,9 @@ class SpireProposer(LoadedProposer):
         return True
 
     @override
-    def _make_cache(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> Cache:
-        self._cache.lay_out(groups)
-        log_draft_memory(kv_cache_config, groups)
-        self._draft_beyond_the_end()
-        return self._cache
-
-    @override
     def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         super().dummy_run(num_tokens, *args, **kwargs)
         self._cache.warm_up(num_tokens)
-
-    @override
-    def _note_activations(
-        self, positions: torch.Tensor, activations: torch.Tensor, slots: Mapping[str, torch.Tensor]
-    ) -> None:
-        by_layer = activations.chunk(len(self.model.model.layers) + 1, dim=1)
-        self._cache.note_step(TargetActivations(self._target_token_ids, positions, by_layer, slots))
 
     @override
     def forward(
@@ -193,14 +124,8 @@ class SpireProposer(LoadedProposer):
 
 
 def proposer_class(vllm_config: VllmConfig) -> type[MagicDecProposer]:
-    """Return the proposer for the target, a quantised copy of it, a draft model or a SPIRe draft."""
-    spec = vllm_config.speculative_config
-    assert isinstance(spec, MagicDecSpeculativeConfig)
-    if spec.spire is not None:
-        return SpireProposer
-    if spec.has_draft_model:
-        return ModelProposer
-    return MagicDecProposer if spec.draft_weights == "target" else QuantisedProposer
+    """Return the proposer for what the engine drafts with."""
+    return choose_class(vllm_config, MagicDecProposer, QuantisedProposer, ModelProposer, SpireProposer)
 
 
 def make_proposer(vllm_config: VllmConfig, device: torch.device, runner: Any) -> MagicDecProposer:

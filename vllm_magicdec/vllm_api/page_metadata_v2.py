@@ -3,6 +3,7 @@
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_magicdec.attention.metadata import DraftMetadata, TokenMetadata
-from vllm_magicdec.views.round import PageView, Part, Queries
+from vllm_magicdec.attention.metadata import DraftMetadata, TokenMetadata, draft_metadata
+from vllm_magicdec.drafting.layer_groups import LayerGroup
+from vllm_magicdec.views.round import PageView, Part, Pass, Queries, TokenView
 from vllm_magicdec.views.tensors import on_device
 
 
@@ -21,7 +23,7 @@ class PageMetadata:
     Args:
         target_groups: the target's attention groups, by KV-cache group.
         attention_groups: vLLM's attention groups of each layer group.
-        kv_cache_groups: KV-cache group of each layer group.
+        groups: the layer groups.
         arange: [max_num_reqs + 1] int32 on the device: 0, 1, 2, ...
         is_prefilling: [max_num_reqs] bool on the host, of the draft's requests.
         lengths: numbers of queries per request in captured passes, which get static buffers.
@@ -32,49 +34,60 @@ class PageMetadata:
         kv_cache_config: KVCacheConfig,
         target_groups: Sequence[Sequence[AttentionGroup]],
         attention_groups: Sequence[list[AttentionGroup]],
-        kv_cache_groups: Sequence[int],
+        groups: Sequence[LayerGroup],
         arange: torch.Tensor,
         is_prefilling: torch.Tensor,
         lengths: Collection[int],
     ) -> None:
         self._kv_cache_config = kv_cache_config
         self._target_groups = [list(groups) for groups in target_groups]
+        self._groups = groups
         self._is_prefilling, self._device = is_prefilling, arange.device
         # vLLM expects a list for every KV-cache group, and skips empty ones.
         self._attention_groups: list[list[list[AttentionGroup]]] = []
-        for own, kv_cache_group in zip(attention_groups, kv_cache_groups, strict=True):
+        for own, group in zip(attention_groups, groups, strict=True):
             by_kv_cache_group: list[list[AttentionGroup]] = [[] for _ in target_groups]
-            by_kv_cache_group[kv_cache_group] = own
+            by_kv_cache_group[group.kv_cache_group] = own
             self._attention_groups.append(by_kv_cache_group)
         self._query_start_locs = {n: arange * n for n in lengths}
-        starts = torch.arange(len(arange), dtype=torch.int32)
-        self._query_start_locs_cpu = {n: starts * n for n in lengths}
 
-    def of_part(
+    def of_pass(self, draft_pass: Pass, *, for_capture: bool = False) -> dict[str, Any]:
+        """Build the metadata of a pass."""
+        attn_metadata: dict[str, Any] = {}
+        for index, (part, group) in enumerate(zip(draft_pass.parts, self._groups, strict=True)):
+            of_pages = partial(self._of_part, index, part, draft_pass.queries, for_capture=for_capture)
+            attn_metadata |= draft_metadata(part.view, group.layer_names, of_pages)
+        return attn_metadata
+
+    def refresh(self, draft_pass: Pass) -> None:
+        """Rebuild the metadata that a captured pass's graph does not update; token views have none."""
+        for index, part in enumerate(draft_pass.parts):
+            if not isinstance(part.view, TokenView) and not self._is_recorded(index):
+                self._of_part(index, part, draft_pass.queries, part.view.of_layer(0))
+
+    def _of_part(
         self, index: int, part: Part, queries: Queries, view: PageView, *, for_capture: bool = False
     ) -> dict[str, Any]:
         """Build the metadata of a pass over a view of pages, for layer group `index`."""
         num_reqs, length = view.lens.shape[0], queries.uniform_len
         if length in self._query_start_locs:
             starts = self._query_start_locs[length][: num_reqs + 1]
-            starts_cpu = self._query_start_locs_cpu[length][: num_reqs + 1]
         else:
             starts = on_device(queries.starts, self._device).to(torch.int32)
-            starts_cpu = torch.from_numpy(queries.starts)
         return self._build(
             self._attention_groups[index],
             [view.block_table] * len(self._attention_groups[index]),
             part.slots,
             positions=part.positions,
             query_start_loc_gpu=starts,
-            query_start_loc_cpu=starts_cpu,
+            query_start_loc_cpu=torch.from_numpy(queries.starts),
             max_query_len=int(queries.lens.max()),
             seq_lens=view.lens,
             max_seq_len=view.max_len,
             for_cudagraph_capture=for_capture,
         )
 
-    def is_recorded(self, index: int) -> bool:
+    def _is_recorded(self, index: int) -> bool:
         """Whether graphs of passes update the metadata of layer group `index` (`record_refresh`).
 
         Only a rebuild maps the block table of a backend that splits vLLM's pages.
@@ -88,7 +101,7 @@ class PageMetadata:
     def record_refresh(self, attn_metadata: Mapping[str, Any]) -> None:
         """Update a pass's metadata, by layer, from its lengths; a CUDA graph may record the operators."""
         for index, groups in enumerate(self._attention_groups):
-            if not self.is_recorded(index):
+            if not self._is_recorded(index):
                 continue
             for group in itertools.chain.from_iterable(groups):
                 metadata = attn_metadata[group.layer_names[0]]

@@ -78,13 +78,13 @@ _NAMES = {
         .initialize_attn_backend(kv_cache_config, kernel_block_sizes)
         ._determine_batch_execution_and_padding(num_tokens, use_cudagraphs)
         ._sample_draft_tokens(hidden_states, sampling_metadata)
-        ._draft_attn_layer_names .input_ids .positions .max_num_tokens .max_model_len
+        ._get_positions(num_tokens) ._draft_attn_layer_names .input_ids .inputs_embeds .max_num_tokens
     """,
     "vllm.v1.worker.block_table": "BlockTable .block_table .get_device_tensor(num_reqs)",
     "vllm.v1.worker.utils": """
         AttentionGroup .create_metadata_builders(vllm_config, device, kernel_block_size)
         .get_metadata_builder ._with_kernel_block_table(common_attn_metadata, ubatch_idx)
-        .build_metadata_for_drafting(common_attn_metadata, draft_index)
+        .build_metadata
         .supports_draft_decode_metadata_update .update_draft_decode_metadata(attn_metadata)
     """,
     "vllm.v1.worker.gpu_input_batch": """
@@ -93,7 +93,7 @@ _NAMES = {
     """,
     "vllm.v1.worker.gpu_model_runner": """
         GPUModelRunner .attn_groups .requests .effective_drafter_max_model_len
-        .use_aux_hidden_state_outputs .execute_model_state .mrope_positions ._sample ._bookkeeping_sync
+        .use_aux_hidden_state_outputs .execute_model_state ._sample ._bookkeeping_sync
         .discard_request_mask ._get_positions(num_tokens) .take_draft_token_ids
         ExecuteModelState(aux_hidden_states, slot_mappings)
     """,

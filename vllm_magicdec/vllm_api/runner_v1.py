@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapter to vLLM's V1 model runner on CPUs (`CPUModelRunner`), where scheduling is synchronous."""
 
-import functools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,34 +20,27 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_magicdec.adaptive.metrics import Counts
 from vllm_magicdec.attention.metadata import draft_metadata, observed_metadata
 from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.config import MagicDecSpeculativeConfig
-from vllm_magicdec.drafting.drafter import Drafter
 from vllm_magicdec.drafting.finite import make_finite
-from vllm_magicdec.drafting.layer_groups import LayerGroup
-from vllm_magicdec.drafting.ports import Cache
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.views.round import Batch, PageView, Pass, Queries, Sampled, TargetStep
-from vllm_magicdec.views.tensors import PAD_SLOT, on_device
+from vllm_magicdec.views.tensors import PAD_SLOT
 from vllm_magicdec.vllm_api import cpu_attention, cpu_llvmlite, cpu_sampling
-from vllm_magicdec.vllm_api.adapters import Adapters
-from vllm_magicdec.vllm_api.attention_groups import attention_groups_of, refuse_split_pages
+from vllm_magicdec.vllm_api.draft_runner import DraftRunner
 from vllm_magicdec.vllm_api.embeddings import (
     blank_embedded_prompts,
     embed,
     refuse_more_inputs,
     takes_embeddings,
 )
-from vllm_magicdec.vllm_api.kv_cache import layer_groups
 from vllm_magicdec.vllm_api.kv_transfer import without_kv_connector
 from vllm_magicdec.vllm_api.rope import positions_on_host
 from vllm_magicdec.vllm_api.runner_wrappers import bypass_rejection_sampler, report_finished
-from vllm_magicdec.vllm_api.verification_attention import refuse_if_inexact, warn_if_slow
 
 
-class MagicDecProposer(DraftModelProposer):
+class MagicDecProposer(DraftRunner, DraftModelProposer):
     """A proposer whose draft is the target itself, over a view of the target's KV cache.
 
     Inherited: the padded-batch bookkeeping of rejected tokens, draft sampling and attention groups.
@@ -56,8 +48,6 @@ class MagicDecProposer(DraftModelProposer):
     """
 
     speculative_config: MagicDecSpeculativeConfig
-    reads_ahead = True
-    """Whether a pass may take several unverified tokens of a request."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
         super().__init__(vllm_config=vllm_config, device=device, runner=runner)
@@ -71,14 +61,12 @@ class MagicDecProposer(DraftModelProposer):
         if self.speculative_config.adaptive:
             self._bypass_rejection_sampler()
         self.supports_mm_inputs = False  # drafts are text: no image inputs to gather
-        self._drafter: Drafter  # created when the KV cache's page size is known
         # Of the round: metadata that all passes share, requests, and the target's sampling parameters.
         self._common: CommonAttentionMetadata
-        self._step_common: CommonAttentionMetadata  # of the target's step
         self._target_token_ids: torch.Tensor  # [num_tokens] int32, inputs of the target's step
+        self._step_offsets: torch.Tensor  # [num_reqs] int64, index of a token in them less its position
         self._batch: Batch
         self._sampling: SamplingMetadata
-        self._adapters: Adapters | None = None
         self._draft_probs: list[torch.Tensor] = []  # gamma x [num_reqs, vocab_size]
 
     def _bypass_rejection_sampler(self) -> None:
@@ -90,11 +78,6 @@ class MagicDecProposer(DraftModelProposer):
     def _warn_if_multimodal(self) -> None:
         """Do not warn: drafts are text, and the prompt's images are in the KV cache."""
 
-    @property
-    def counts(self) -> Counts:
-        """This worker's counts since they were last sent."""
-        return self._drafter.counts
-
     def load_model(self, target_model: nn.Module) -> None:
         """Take the target as the draft."""
         refuse_more_inputs(target_model)
@@ -103,56 +86,20 @@ class MagicDecProposer(DraftModelProposer):
         self._draft_attn_layer_names = {
             name for name, layer in layers.items() if layer.get_kv_cache_spec(self.vllm_config) is not None
         }
-        if self.vllm_config.lora_config is not None:
-            self._adapters = Adapters(target_model, self.vllm_config.lora_config)
-
-    def update_weights(self) -> None:
-        """Follow an update of the target's weights, for drafts that copy them."""
-
-    def _make_cache(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> Cache:
-        """Return the KV cache that the draft reads, once vLLM has allocated it."""
-        return Cache()
+        self._take_adapters_of(target_model)
 
     def initialize_attn_backend(
         self, kv_cache_config: KVCacheConfig, kernel_block_sizes: list[int] | None = None
     ) -> None:
         """Create the drafter, once vLLM has laid out the KV cache."""
-        refuse_if_inexact(self.vllm_config, self.target_runner.attn_groups)
-        warn_if_slow(self.vllm_config)
-        groups = layer_groups(self.vllm_config, kv_cache_config, self._draft_attn_layer_names)
-        # vLLM may lay out the KV cache twice, to measure memory: free the first drafter's buffers.
-        self.__dict__.pop("_drafter", None)
-        self._attention_groups, self.draft_attn_groups = [], []
-        # vLLM's class shares a builder between layers that differ in windows and caches.
-        self._attention_groups = [
-            attention_groups_of(
-                group,
-                self.target_runner.attn_groups,
-                self.vllm_config,
-                self.device,
-                # vLLM's drafts have separate builders, but each of MLA's allocates a workspace.
-                share_builders=self.vllm_config.model_config.use_mla,
-            )
-            for group in groups
-        ]
-        self._cache = self._make_cache(kv_cache_config, groups)
-        self.draft_attn_groups = [own for of_view in self._attention_groups for own in of_view]
-        self._drafter = Drafter(self, self.vllm_config, groups, kv_cache_config, self.device, self._cache)
-        if self._drafter.has_pages:
-            refuse_split_pages(self._attention_groups, are_of_layers=self._drafter.has_layer_pages)
-        if self.speculative_config.draft_lookup == "on":
-            # A round with lookups drafts as much for each request as it has room for.
-            self._draft_beyond_the_end()
+        self._lay_out(kv_cache_config, self._draft_attn_layer_names, self.target_runner.attn_groups)
+        if self.speculative_config.draft_lookup == "on" or self._cache.is_own:
+            # vLLM's runner drafts for no request when one nears the model's maximum length. A draft's own
+            # cache would fall behind, and rounds with lookups draft as much as each request has room for.
+            runner = self.target_runner
+            runner.effective_drafter_max_model_len = runner.max_model_len + self.num_speculative_tokens
 
-    def _draft_beyond_the_end(self) -> None:
-        """Keep drafting for the whole batch when one request nears the model's maximum length.
-
-        vLLM's runner would draft for no request then, and a draft's own cache would fall behind.
-        """
-        runner = self.target_runner
-        runner.effective_drafter_max_model_len = runner.max_model_len + self.num_speculative_tokens
-
-    def dummy_run(self, *args: Any, **kwargs: Any) -> None:
+    def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the target has a dummy run of its own."""
 
     @override
@@ -198,19 +145,27 @@ class MagicDecProposer(DraftModelProposer):
         self._sampling, self._target_token_ids = sampling_metadata, target_token_ids
 
         def read_batch() -> Batch:
-            self._step_common = common_attn_metadata
-            self._common = self._with_one_query_each(common_attn_metadata, num_reqs)
+            # Without what depends on the step's queries and lengths, which passes replace.
+            self._common = common_attn_metadata.replace(
+                seq_lens_cpu_upper_bound=None,
+                mm_req_doc_ranges=None,
+                rswa_prefix_lens=None,
+                is_prefilling=None,
+                _num_computed_tokens_cache=None,
+                _token_to_req_indices_cache=None,
+            )
+            ends = common_attn_metadata.query_start_loc_cpu[1 : num_reqs + 1]
+            self._step_offsets = (ends - common_attn_metadata.seq_lens[:num_reqs]).long()
             context_lens = common_attn_metadata.seq_lens[:num_reqs].long()
             if num_rejected_tokens_gpu is not None:
                 context_lens -= num_rejected_tokens_gpu[:num_reqs]
             self._batch = self._make_batch(next_token_ids, context_lens, common_attn_metadata)
-            self._note_activations(target_positions, target_hidden_states, slot_mappings)
-            if self._adapters is not None:
-                self._adapters.take(self.target_runner.input_batch.request_lora_mapping[:num_reqs])
+            self._note_step(target_token_ids, target_positions, target_hidden_states, slot_mappings)
+            if self.adapters is not None:
+                self.adapters.take(self.target_runner.input_batch.request_lora_mapping[:num_reqs])
             if self.uses_mrope:
                 requests = [self.target_runner.requests[req_id] for req_id in self._batch.req_ids]
-                deltas = [request.mrope_position_delta for request in requests]
-                self._rope_offsets = on_device(deltas, self.device)
+                self._rope_offsets = torch.tensor([own.mrope_position_delta for own in requests])
             return self._batch
 
         drafts = self._drafter.draft(num_speculative_tokens, read_batch, self._histories)
@@ -220,35 +175,6 @@ class MagicDecProposer(DraftModelProposer):
         if self._draft_probs and used:
             self._last_draft_probs = torch.stack(self._draft_probs[:used], dim=1).contiguous()
         return drafts.tokens
-
-    def _note_activations(
-        self, positions: torch.Tensor, activations: torch.Tensor, slots: Mapping[str, torch.Tensor]
-    ) -> None:
-        """Record the target's activations in its step, for drafts that use them.
-
-        Args:
-            positions: [num_tokens] int64, or [num_dims, num_tokens] under M-RoPE.
-            activations: [num_tokens, hidden_size] of the last layer, or vLLM's auxiliary hidden states, if
-                requested, concatenated over layers.
-            slots: [num_tokens or more] int64, slots of the tokens' K/V, by layer, including the draft's.
-        """
-
-    def _with_one_query_each(
-        self, common: CommonAttentionMetadata, num_reqs: int
-    ) -> CommonAttentionMetadata:
-        return common.replace(
-            query_start_loc=self.arange[: num_reqs + 1],
-            query_start_loc_cpu=torch.from_numpy(self.token_arange_np[: num_reqs + 1]),
-            num_reqs=num_reqs,
-            num_actual_tokens=num_reqs,
-            max_query_len=1,
-            seq_lens_cpu_upper_bound=None,
-            mm_req_doc_ranges=None,
-            rswa_prefix_lens=None,
-            is_prefilling=None,
-            _num_computed_tokens_cache=None,
-            _token_to_req_indices_cache=None,
-        )
 
     def _make_batch(
         self, tokens: torch.Tensor, context_lens: torch.Tensor, common: CommonAttentionMetadata
@@ -276,8 +202,6 @@ class MagicDecProposer(DraftModelProposer):
         """Describe the target's step, whose result is known on a CPU."""
         num_reqs = len(known_lens)
         seq_lens, query_starts = common.seq_lens[:num_reqs], common.query_start_loc_cpu[: num_reqs + 1]
-        # Of a position in the step, the index of its token among the step's.
-        self._step_offsets = (query_starts[1:] - seq_lens).long()
         starts = (seq_lens - query_starts.diff()).numpy()
         ends = context_lens.numpy()
         return TargetStep(
@@ -300,32 +224,32 @@ class MagicDecProposer(DraftModelProposer):
 
     def _histories(self, batch: Batch) -> list[History]:
         """Return the requests' tokens, including those that vLLM has not recorded yet. On a CPU."""
-        inputs, common = self.target_runner.input_batch, self._step_common
-        ends = batch.context_lens.tolist()
-        # Index of a token in the step = its position - its request's offset.
-        offsets = (common.seq_lens[: len(ends)] - common.query_start_loc_cpu[1 : len(ends) + 1]).tolist()
+        known, of_step = self.target_runner.input_batch.token_ids_cpu, self._target_token_ids
+        starts = (batch.observable_lens + self._step_offsets).tolist()
+        ends = (batch.context_lens + self._step_offsets).tolist()
+        # The accepted drafts and the token sampled after them.
+        latest = [
+            [*of_step[start:end].tolist(), token]
+            for start, end, token in zip(starts, ends, batch.tokens.tolist(), strict=True)
+        ]
         return [
-            History(
-                inputs.token_ids_cpu[index, :known],
-                # The accepted drafts and the token sampled after them.
-                [*self._target_token_ids[known - offset : end - offset].tolist(), token],
-            )
-            for index, (known, end, offset, token) in enumerate(
-                zip(batch.known_lens, ends, offsets, batch.tokens.tolist(), strict=True)
-            )
+            History(known[index, :length], tokens)
+            for index, (length, tokens) in enumerate(zip(batch.known_lens, latest, strict=True))
         ]
 
     def run(self, draft_pass: Pass) -> Sampled:
         """Run a pass of the draft, and sample."""
-        queries, device = draft_pass.queries, self.device
-        if self._adapters is not None:
-            self._adapters.apply(queries.request_indices)
+        queries = draft_pass.queries
+        rows = queries.request_indices
+        if self.adapters is not None:
+            self.adapters.apply(rows)
         hidden_states = self._forward(draft_pass)
-        places = queries.request_indices
         if queries.firsts.min() < 0:
-            places = places[queries.sampled]
-            hidden_states = hidden_states[on_device(queries.sampled, device)]
-        sampling = self._sampling if queries.uniform_len else self._sampling_of(places)
+            rows = rows[queries.sampled]
+            hidden_states = hidden_states[queries.sampled]
+        sampling = self._sampling
+        if sampling.temperature is not None:
+            sampling = replace(sampling, temperature=sampling.temperature[rows])
         if not draft_pass.is_weighed:
             drafted, probs = self._sample_draft_tokens(hidden_states, sampling)
             self._note_probs(queries, probs)
@@ -339,11 +263,6 @@ class MagicDecProposer(DraftModelProposer):
     def read(self, draft_pass: Pass) -> None:
         """Run a pass for the K/V alone."""
         self._forward(draft_pass)
-
-    @property
-    def max_pass_tokens(self) -> int:
-        """Maximum number of query tokens in a pass."""
-        return self.max_num_tokens
 
     def note_unread(self, request: int, first: int, tokens: Sequence[int]) -> None:
         """Record that a request's last drafts were looked up, which the draft proposes with certainty."""
@@ -365,13 +284,6 @@ class MagicDecProposer(DraftModelProposer):
             make_finite(logits)
         return super()._sample_from_logits(logits, sampling_metadata)
 
-    def _sampling_of(self, indices: np.ndarray) -> SamplingMetadata:
-        """Return sampling metadata by query token; `indices` [num_tokens] of requests in the batch."""
-        temperature = self._sampling.temperature
-        if temperature is None:
-            return self._sampling
-        return replace(self._sampling, temperature=temperature[on_device(indices, self.device)])
-
     def _note_probs(self, queries: Queries, probs: torch.Tensor | None) -> None:
         """Record a pass's draft probabilities, [num_sampled, vocab_size]; later passes may repeat steps."""
         if probs is None:
@@ -387,32 +299,33 @@ class MagicDecProposer(DraftModelProposer):
         ]
         for step in np.unique(steps).tolist():
             taken = np.flatnonzero(steps == step)
-            requests = on_device(indices[taken], self.device)
-            self._draft_probs[step][requests] = probs[on_device(taken, self.device)]
+            self._draft_probs[step][indices[taken]] = probs[taken]
 
     def _forward(self, draft_pass: Pass) -> torch.Tensor:
         """Run a pass; returns the hidden states of its queries, [num_tokens, hidden_size]."""
         queries, positions = draft_pass.queries, draft_pass.positions
         if self.uses_mrope:  # positions of generated text differ from the index by a constant per request
-            positions = positions + self._rope_offsets[on_device(queries.request_indices, self.device)]
-        starts = torch.from_numpy(queries.starts)
-        common = self._common.replace(
-            query_start_loc=starts.to(self.device),
-            query_start_loc_cpu=starts,
-            num_reqs=len(queries.lens),
-            num_actual_tokens=len(draft_pass.tokens),
-            max_query_len=int(queries.lens.max()),
-        )
+            positions = positions + self._rope_offsets[queries.request_indices]
+        common = self._with_queries(queries)
         attn_metadata: dict[str, Any] = {}
         for part, group, attention_groups in zip(
             draft_pass.parts, self._drafter.groups, self._attention_groups, strict=True
         ):
-            of_pages = functools.partial(
-                _page_metadata, common, part.slots, attention_groups, queries.first_sampled
-            )
+            own = common.replace(slot_mapping=part.slots)
+            of_pages = partial(_page_metadata, own, attention_groups)
             attn_metadata |= draft_metadata(part.view, group.layer_names, of_pages)
         slots = [part.slots for part in draft_pass.parts]
         return self.forward(draft_pass.tokens, positions, slots, attn_metadata)
+
+    def _with_queries(self, queries: Queries) -> CommonAttentionMetadata:
+        starts = torch.from_numpy(queries.starts)
+        return self._common.replace(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
+            num_reqs=len(queries.lens),
+            num_actual_tokens=int(queries.starts[-1]),
+            max_query_len=int(queries.lens.max()),
+        )
 
     def forward(
         self,
@@ -420,32 +333,18 @@ class MagicDecProposer(DraftModelProposer):
         positions: torch.Tensor,  # [num_tokens] int64, or [num_dims, num_tokens] under M-RoPE
         slots: Sequence[torch.Tensor],  # [num_tokens] int64 each, destination of K/V, by layer group
         attn_metadata: Mapping[str, Any],  # by layer
-    ) -> torch.Tensor:
-        """Run the draft and return its hidden states, [num_tokens, hidden_size]."""
-        num_tokens, runner = tokens.shape[0], self.target_runner
-        # In the runner's buffers, whose strides and alignment the compiled model expects.
-        target_positions = runner.mrope_positions.gpu if self.uses_mrope else runner.positions
-        target_positions = target_positions[..., :num_tokens].copy_(positions)
+    ) -> Any:
+        """Run the draft; returns [num_tokens, hidden_size], a SPIRe draft also its activations."""
+        num_tokens, model_config = len(tokens), self.vllm_config.model_config
+        # In vLLM's buffers, whose strides and alignment the compiled model expects.
         inputs: dict[str, torch.Tensor | None]
-        if takes_embeddings(runner.model_config):
-            embeddings = embed(self.model, tokens, runner.model_config.get_vocab_size())
-            inputs = {"inputs_embeds": runner.inputs_embeds.gpu[:num_tokens].copy_(embeddings)}
-            inputs["input_ids"] = None
+        if takes_embeddings(model_config):
+            embeddings = embed(self.model, tokens, model_config.get_vocab_size())
+            inputs = {"input_ids": None, "inputs_embeds": self.inputs_embeds[:num_tokens].copy_(embeddings)}
         else:
-            inputs = {"input_ids": runner.input_ids.gpu[:num_tokens].copy_(tokens), "inputs_embeds": None}
-        with self._in_pass(num_tokens, slots, attn_metadata):
-            hidden_states: torch.Tensor = self.model(positions=target_positions, **inputs)
-        return hidden_states
-
-    @contextmanager
-    def _in_pass(
-        self, num_tokens: int, slots: Sequence[torch.Tensor], attn_metadata: Mapping[str, Any]
-    ) -> Iterator[None]:
-        """Enter vLLM's forward context; `slots` as for `forward`."""
+            inputs = {"input_ids": self.input_ids[:num_tokens].copy_(tokens), "inputs_embeds": None}
+        own_positions = self._get_positions(num_tokens).copy_(positions)
         _, _, num_across_dp = self._determine_batch_execution_and_padding(num_tokens, use_cudagraphs=False)
-        by_layer: dict[str, torch.Tensor] = {}
-        for own, group in zip(slots, self._drafter.groups, strict=True):
-            by_layer |= dict.fromkeys(group.layer_names, own)
         with (
             without_kv_connector(),
             set_forward_context(
@@ -453,48 +352,37 @@ class MagicDecProposer(DraftModelProposer):
                 self.vllm_config,
                 num_tokens=num_tokens,
                 num_tokens_across_dp=num_across_dp,
-                slot_mapping=by_layer,
+                slot_mapping=self._slots_by_layer(slots),
             ),
         ):
-            yield
+            return self.model(positions=own_positions, **inputs)
 
     def observe(
         self, layer_names: Sequence[str], indices: Sequence[int], window: int, observer: LayerObserver
     ) -> None:
         """Run the target over the last `window` tokens of requests `indices`, with an observer."""
-        num_reqs = len(indices)
-        lens = np.asarray(self._batch.known_lens)[indices]
-        positions_by_req = lens[:, None] - window + np.arange(window)
-        positions, rows = positions_by_req.ravel(), np.repeat(indices, window)
-        tokens = self.target_runner.input_batch.token_ids_cpu[rows, positions]
-        slots = torch.full((num_reqs * window,), PAD_SLOT, dtype=torch.int64, device=self.device)
-        common = self._common.replace(
-            query_start_loc=self.arange[: num_reqs + 1] * window,
-            query_start_loc_cpu=torch.arange(num_reqs + 1, dtype=torch.int32) * window,
-            num_reqs=num_reqs,
-            num_actual_tokens=num_reqs * window,
-            max_query_len=window,
-            seq_lens=on_device(lens, self.device).to(torch.int32),
-            max_seq_len=int(lens.max()),
-            slot_mapping=slots,
+        requests, known_lens = np.asarray(indices), np.asarray(self._batch.known_lens)
+        queries = Queries(requests, np.full_like(requests, -window), np.full_like(requests, window))
+        rows, lens = queries.request_indices, known_lens[requests]
+        positions = known_lens[rows] + queries.steps
+        slots = torch.full((len(rows),), PAD_SLOT, dtype=torch.int64)
+        common = self._with_queries(queries).replace(
+            seq_lens=torch.from_numpy(lens).int(), max_seq_len=int(lens.max()), slot_mapping=slots
         )
         attn_metadata: dict[str, Any] = {}
         for table, attention_groups in zip(
             self._batch.block_tables, self.target_runner.attn_groups, strict=True
         ):
-            own = common.replace(block_table_tensor=table[on_device(indices, self.device)])
-            for attention_group in attention_groups:
-                built = attention_group.build_metadata(own)
-                attn_metadata |= dict.fromkeys(attention_group.layer_names, built)
-        if self._adapters is not None:
-            self._adapters.apply(indices, window)
+            own = common.replace(block_table_tensor=table[requests])
+            attn_metadata |= _metadata_by_layer(own, attention_groups)
+        if self.adapters is not None:
+            self.adapters.apply(indices, window)
+        query_positions = torch.from_numpy(positions)
         if self.uses_mrope:
-            requests = [self.target_runner.requests[self._batch.req_ids[index]] for index in indices]
-            query_positions = positions_on_host(requests, positions_by_req).to(self.device)
-        else:
-            query_positions = on_device(positions, self.device)
+            of_batch = [self.target_runner.requests[self._batch.req_ids[index]] for index in indices]
+            query_positions = positions_on_host(of_batch, positions.reshape(-1, window))
         self.forward(
-            on_device(tokens, self.device),
+            torch.from_numpy(self.target_runner.input_batch.token_ids_cpu[rows, positions]),
             query_positions,
             [slots] * len(self._drafter.groups),
             observed_metadata(attn_metadata, layer_names, self._drafter.switched_layers, observer),
@@ -502,20 +390,15 @@ class MagicDecProposer(DraftModelProposer):
 
 
 def _page_metadata(
-    common: CommonAttentionMetadata,
-    slots: torch.Tensor,
-    attention_groups: Sequence[AttentionGroup],
-    index: int,
-    view: PageView,
+    common: CommonAttentionMetadata, groups: Sequence[AttentionGroup], view: PageView
 ) -> dict[str, Any]:
-    """Build attention metadata, by layer, for a pass over a view that begins at step `index`."""
-    own = common.replace(
-        seq_lens=view.lens,
-        max_seq_len=view.max_len,
-        block_table_tensor=view.block_table,
-        slot_mapping=slots,
-    )
+    """Build attention metadata, by layer, for a pass over a view."""
+    own = common.replace(seq_lens=view.lens, max_seq_len=view.max_len, block_table_tensor=view.block_table)
+    return _metadata_by_layer(own, groups)
+
+
+def _metadata_by_layer(common: CommonAttentionMetadata, groups: Sequence[AttentionGroup]) -> dict[str, Any]:
     attn_metadata: dict[str, Any] = {}
-    for group in attention_groups:
-        attn_metadata |= dict.fromkeys(group.layer_names, group.build_metadata_for_drafting(own, index))
+    for group in groups:
+        attn_metadata |= dict.fromkeys(group.layer_names, group.build_metadata(common))
     return attn_metadata

@@ -19,31 +19,21 @@ from vllm.v1.worker.gpu.mm.rope import RopeState
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 from vllm.v1.worker.gpu.states import RequestState
-from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_magicdec.adaptive.metrics import Counts
-from vllm_magicdec.attention.metadata import draft_metadata, observed_metadata
+from vllm_magicdec.attention.metadata import observed_metadata
 from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.config import MagicDecSpeculativeConfig
-from vllm_magicdec.drafting.drafter import Drafter
 from vllm_magicdec.drafting.finite import make_finite
-from vllm_magicdec.drafting.layer_groups import LayerGroup
-from vllm_magicdec.drafting.ports import Cache
 from vllm_magicdec.drafting.wide_passes import MAX_WIDE_TOKENS
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.lookup.history import History, Texts
-from vllm_magicdec.views.round import Batch, Pass, Queries, Sampled, TargetStep, TokenView, View
+from vllm_magicdec.views.round import Batch, Pass, Queries, Sampled, TargetStep
 from vllm_magicdec.views.tensors import PAD_SLOT, on_device
 from vllm_magicdec.vllm_api import cpu_attention, cpu_llvmlite
-from vllm_magicdec.vllm_api.adapters import Adapters
-from vllm_magicdec.vllm_api.attention_groups import (
-    attention_groups_of,
-    find_weakest_graphs,
-    refuse_split_pages,
-)
-from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs, RoundGraphs, dummy_step, why_no_draft_graphs
+from vllm_magicdec.vllm_api.attention_groups import find_weakest_graphs
+from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs, dummy_step, why_no_draft_graphs
+from vllm_magicdec.vllm_api.draft_runner import DraftRunner
 from vllm_magicdec.vllm_api.embeddings import embed, refuse_more_inputs, takes_embeddings
-from vllm_magicdec.vllm_api.kv_cache import layer_groups
 from vllm_magicdec.vllm_api.kv_transfer import without_kv_connector
 from vllm_magicdec.vllm_api.page_metadata_v2 import PageMetadata
 from vllm_magicdec.vllm_api.rope import positions_on_device
@@ -53,7 +43,7 @@ from vllm_magicdec.vllm_api.verification_attention import refuse_if_inexact, war
 logger = init_logger(f"vllm.{__name__}")
 
 
-class MagicDecSpeculator(StandaloneARSpeculator):
+class MagicDecSpeculator(DraftRunner, StandaloneARSpeculator):
     """A speculator whose draft is the target itself, over a view of the target's KV cache.
 
     Inherited: request buffers and draft sampling. Replaced: attention metadata (by layer group, over the
@@ -61,11 +51,9 @@ class MagicDecSpeculator(StandaloneARSpeculator):
     Added: CUDA graphs.
     """
 
+    speculative_config: MagicDecSpeculativeConfig
     # No draft pass has more tokens than the target's step.
     num_extra_query_per_req = 0
-    speculative_config: MagicDecSpeculativeConfig
-    reads_ahead = True
-    """Whether a pass may take several unverified tokens of a request."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState) -> None:
         super().__init__(vllm_config, device)
@@ -77,51 +65,27 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             report_removed(req_states, lambda *ended: self._drafter.finish_request(*ended))
         self.req_states = req_states
         self._batch: Batch | None = None
-        self._graphs = RoundGraphs()
+        # By queries and samples of each request in a pass.
+        self._graphs: dict[tuple[int | None, int], DraftGraphs] = {}
         self._is_timed = False  # vLLM is measuring the time of dummy rounds
-        self._is_padding: torch.Tensor | None = None  # `Pass.is_padding` of the pass that runs
-        self._adapters: Adapters | None = None
         self._rope: RopeState | None = None  # of targets with M-RoPE
         # The runner returns a step's tokens before it drafts, so vLLM could free the blocks that drafting
         # still writes, and a KV connector could fill them: that is not ordered after the GPU's work.
         transfer = vllm_config.kv_transfer_config
         is_consumer = transfer is not None and transfer.is_kv_consumer
         self._drafts_are_awaited = device.type == "cuda" and is_consumer
-        # A draft model takes text only.
-        is_target = not self.speculative_config.has_draft_model
-        self._takes_embeddings = is_target and takes_embeddings(vllm_config.model_config)
+        self._takes_embeddings = takes_embeddings(vllm_config.model_config)
 
     def load_model(self, target_model: nn.Module) -> None:
         """Load the draft model, if the target does not draft for itself."""
         super().load_model(target_model)
         self.supports_mm_inputs = False  # drafts are text: no image inputs to gather
-        # vLLM's adapters apply to the target only.
-        if self.vllm_config.lora_config is not None and self.model is target_model:
-            self._adapters = Adapters(target_model, self.vllm_config.lora_config)
-
-    def take_adapters(self, ids: np.ndarray) -> None:
-        """Set the batch's LoRA adapters before each step of the target; see `Adapters.take`."""
-        if self._adapters is not None:
-            self._adapters.take(ids)
+        if self.model is target_model:
+            self._take_adapters_of(target_model)
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         """Return the drafting model."""
         return target_model
-
-    def update_weights(self) -> None:
-        """Follow an update of the target's weights, for drafts that copy them."""
-
-    def _layer_names(self) -> set[str] | None:
-        """Return the draft's attention layers; None: all layers."""
-        return None
-
-    def _refuse_inputs(self, model_state: Any) -> None:
-        refuse_more_inputs(self.model, model_state)
-        self._rope = model_state.rope_state
-
-    def _make_cache(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> Cache:
-        """Return the KV cache that the draft reads, once vLLM has allocated it."""
-        return Cache()
 
     def set_attn(
         self,
@@ -133,39 +97,36 @@ class MagicDecSpeculator(StandaloneARSpeculator):
     ) -> None:
         """Create the drafter, once vLLM has laid out the KV cache."""
         # vLLM may lay out the KV cache twice, to measure memory: free what belongs to the first layout.
-        self._graphs, self._is_timed = RoundGraphs(), False
-        self._attention_groups: list[list[AttentionGroup]] = []
+        self._graphs, self._is_timed = {}, False
+        self._attention_groups = []
         for name in ("_drafter", "page_metadata"):
             self.__dict__.pop(name, None)
         refuse_if_inexact(self.vllm_config, target_attn_groups)
         warn_if_slow(self.vllm_config)
-        self._refuse_inputs(model_state)
+        if self.speculative_config.has_draft_model:  # takes text only
+            refuse_more_inputs(self.model)
+        else:
+            refuse_more_inputs(self.model, model_state)
+            self._rope = model_state.rope_state
         self._steps = torch.arange(self.num_speculative_steps, device=self.device)
         self._rope_offsets = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=self.device)
         super().set_attn(
             model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups
         )
-        groups = layer_groups(self.vllm_config, kv_cache_config, self._layer_names())
-        self._cache = self._make_cache(kv_cache_config, groups)
-        # vLLM's attention groups whose builders the draft's layers may use.
-        builders = self.attn_groups if self._cache.is_own else self.target_attn_groups
-        self._attention_groups = [
-            attention_groups_of(group, builders, self.vllm_config, self.device, share_builders=True)
-            for group in groups
-        ]
-        self._drafter = Drafter(self, self.vllm_config, groups, kv_cache_config, self.device, self._cache)
+        if self.speculative_config.has_draft_model:
+            self._lay_out(kv_cache_config, self.draft_attn_layer_names, self.attn_groups)
+        else:
+            self._lay_out(kv_cache_config, None, target_attn_groups)
         if self.speculative_config.looks_up_on_device:
             ones = torch.ones(1, dtype=torch.int64, device=self.device)
             self._drafter.warm_up_lookups(
                 Texts(self.req_states.all_token_ids.gpu, self.idx_mapping[:1], ones, max_len=1)
             )
-        if self._drafter.has_pages:
-            refuse_split_pages(self._attention_groups, are_of_layers=self._drafter.has_layer_pages)
         self.page_metadata = PageMetadata(
             kv_cache_config,
             self.target_attn_groups,
             self._attention_groups,
-            [group.kv_cache_group for group in self._drafter.groups],
+            self._drafter.groups,
             self.arange_gpu,
             self.draft_is_prefilling,
             {*self._queries_of_steps, *self.speculative_config.round_lengths},
@@ -197,21 +158,27 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         kinds = [(length, 1) for length in self._queries_of_steps]
         if self.speculative_config.looks_up_on_device:
             kinds += [(length, length) for length in self.speculative_config.round_lengths if length > 1]
-        common = (self.vllm_config, self.device, cudagraph_mode, self, self._drafter.common_lens)
-        self._graphs = RoundGraphs({kind: DraftGraphs(*common, *kind) for kind in kinds})
-
-    @property
-    def counts(self) -> Counts:
-        """This worker's counts since they were last sent."""
-        return self._drafter.counts
+        make = partial(
+            DraftGraphs,
+            self.vllm_config,
+            self.device,
+            cudagraph_mode,
+            self._drafter,
+            self.page_metadata,
+            self.adapters,
+            self.forward_and_sample,
+            self.current_draft_step,
+        )
+        self._graphs = {kind: make(*kind) for kind in kinds}
 
     def capture(self) -> None:
         """Capture the draft's CUDA graphs, after the target's."""
         try:
-            self._graphs.capture()
+            for graphs in self._graphs.values():
+                graphs.capture_passes()
         except Exception:
             self._drafter.record_failure("capture")
-            self._graphs = RoundGraphs()
+            self._graphs = {}
             logger.exception("%s: draft steps run without CUDA graphs, slower: capturing failed.", METHOD)
         self._is_timed = self.enable_adaptive_verification  # dummy runs come next
 
@@ -262,16 +229,16 @@ class MagicDecSpeculator(StandaloneARSpeculator):
 
         def read_batch() -> Batch:
             self._batch = self._make_batch(input_batch, num_rejected, last_sampled)
-            self._note_activations(input_batch, slot_mappings, aux_hidden_states)
+            taken = slice(input_batch.num_tokens)
+            tokens, positions = input_batch.input_ids[taken], input_batch.positions[taken]
+            self._note_step(tokens, positions, aux_hidden_states, slot_mappings)
             if self._rope is not None:
                 # M-RoPE positions of generated text differ from the index by a constant per request.
                 self._rope_offsets.zero_()
                 self._rope_offsets[:num_reqs] = self._rope.prefill_delta.gpu[input_batch.idx_mapping]
             return self._batch
 
-        drafts = self._drafter.draft(
-            num_steps, read_batch, lambda batch: self._histories(batch, input_batch.idx_mapping_np)
-        )
+        drafts = self._drafter.draft(num_steps, read_batch, self._histories)
         own = self._drafter.draft_tokens[:num_reqs]
         if drafts is None or (not drafts.num_passes and num_steps > 0):
             own[:, :num_steps] = 0
@@ -291,24 +258,9 @@ class MagicDecSpeculator(StandaloneARSpeculator):
     def _warm_up(self, inputs: InputBatch) -> None:
         """Run a draft model's step without KV cache, so that vLLM can measure its peak memory."""
 
-    def _note_activations(
-        self,
-        inputs: InputBatch,
-        slots: Mapping[str, torch.Tensor],  # [num_tokens or more] int64, by layer, including the draft's
-        activations: Sequence[torch.Tensor] | None,  # auxiliary, [num_tokens or more, hidden_size] each
-    ) -> None:
-        """Record the target's activations in its step, for drafts that use them."""
-
     def _draft_dummies(self, num_reqs: int) -> None:
         """Run the steps of a round over full views, for vLLM's timing."""
-        step = dummy_step(
-            self,
-            num_reqs,
-            num_blocks=self.kv_cache_config.num_blocks,
-            page_sizes=[group.cache.block_size for group in self._drafter.groups],
-            common_lens=self._drafter.common_lens,
-            device=self.device,
-        )
+        step = dummy_step(self._drafter, num_reqs, self.kv_cache_config.num_blocks, self.device)
         for _ in range(self.num_speculative_steps):
             self.run(step)
 
@@ -349,18 +301,21 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         known = self.req_states.all_token_ids.gpu  # [max_num_reqs, max_model_len] int32
         return known[self.idx_mapping[indices], positions].to(torch.int32)
 
-    def _histories(self, batch: Batch, rows: np.ndarray) -> list[History]:
-        """Return the requests' tokens; `rows` [num_reqs] of vLLM's request states. On a CPU."""
+    def _histories(self, batch: Batch) -> list[History]:
+        """Return the requests' tokens. On a CPU."""
         token_ids = self.req_states.all_token_ids.gpu.numpy()
         ends = (batch.context_lens + 1).tolist()
+        rows = self.idx_mapping[: len(ends)].tolist()
         return [History(token_ids[row, :end], ()) for row, end in zip(rows, ends, strict=True)]
 
     def max_wide_reqs(self, num_steps: int) -> int:
         """Maximum number of requests in a pass of a round's `num_steps` tokens; 0: unsupported."""
         if not self.reads_ahead:
             return 0
-        captured = self._graphs.max_wide_reqs(num_steps)
-        return min(self.max_num_tokens, MAX_WIDE_TOKENS) // num_steps if captured is None else captured
+        if not any(graphs.graphs for graphs in self._graphs.values()):
+            return min(self.max_num_tokens, MAX_WIDE_TOKENS) // num_steps
+        # An eager pass would be slower than steps with graphs.
+        return self._graphs[num_steps, num_steps].max_captured_reqs
 
     def texts(self, batch: Batch) -> Texts:
         """Return the verified tokens of a round's requests, including those that this step sampled."""
@@ -381,35 +336,31 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         logits = super().compute_draft_logits(hidden_states, spec_step_idx)
         return logits if self.draft_logits is None else make_finite(logits)
 
-    @property
-    def max_pass_tokens(self) -> int:
-        """Maximum number of query tokens in a pass."""
-        return self.max_num_tokens
-
     def note_unread(self, request: int, first: int, tokens: Sequence[int]) -> None:
         """Raise: this runner verifies equally many drafts of every request, all from passes."""
         raise AssertionError("this runner does not verify drafts that no pass has sampled")
 
     def run(self, draft_pass: Pass) -> Sampled:
         """Run a pass of the draft, and sample."""
-        if self._adapters is not None:
-            self._adapters.apply(draft_pass.queries.request_indices)
+        queries, num_adapters = draft_pass.queries, 0
+        if self.adapters is not None:
+            self.adapters.apply(queries.request_indices)
+            num_adapters = self.adapters.num_active
         if draft_pass.is_weighed:
             return self._run_weighed(draft_pass)
-        num_adapters = 0 if self._adapters is None else self._adapters.num_active
-        sampled = self._graphs.replay(draft_pass, num_adapters)
+        graphs = self._graphs.get((queries.uniform_len, queries.num_sampled))
+        sampled = None if graphs is None else graphs.replay(draft_pass, num_adapters)
         if sampled is None:
-            self.current_draft_step.fill_(draft_pass.queries.first_sampled)
-            sampled = self.forward_and_sample(draft_pass, self.pass_metadata(draft_pass))
+            self.current_draft_step.fill_(queries.first_sampled)
+            sampled = self.forward_and_sample(draft_pass, self.page_metadata.of_pass(draft_pass))
         return Sampled(sampled)
 
     def read(self, draft_pass: Pass) -> None:
         """Run a pass for the K/V alone."""
-        slots = self.slots_by_layer([part.slots for part in draft_pass.parts])
-        self.forward(draft_pass.tokens, draft_pass.positions, slots, self.pass_metadata(draft_pass))
+        self._forward_pass(draft_pass, self.page_metadata.of_pass(draft_pass))
 
     def _run_weighed(self, draft_pass: Pass) -> Sampled:
-        hidden_states = self._forward_pass(draft_pass, self.pass_metadata(draft_pass))
+        hidden_states = self._forward_pass(draft_pass, self.page_metadata.of_pass(draft_pass))
         sampled, logits, rows = self._sample_each(draft_pass, hidden_states)
         temperature: torch.Tensor | float = 1.0
         if self.draft_logits is not None:
@@ -445,11 +396,7 @@ class MagicDecSpeculator(StandaloneARSpeculator):
                 offsets = self._rope_offsets[self._sources_of(draft_pass.queries)[0]]
             positions = positions + offsets
         slots = [part.slots for part in draft_pass.parts]
-        self._is_padding = draft_pass.is_padding  # vLLM chooses no experts for padding
-        try:
-            return self._forward(draft_pass.tokens, positions, slots, attn_metadata)
-        finally:
-            self._is_padding = None
+        return self.forward(draft_pass.tokens, positions, slots, attn_metadata, draft_pass.is_padding)
 
     def _sources_of(self, queries: Queries) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each query's index in the batch and step of the round, [num_tokens] int64 each."""
@@ -496,40 +443,6 @@ class MagicDecSpeculator(StandaloneARSpeculator):
         )
         return sampled, logits, rows
 
-    @property
-    def num_views(self) -> int:
-        """Number of layer groups, each with its own view."""
-        return len(self._drafter.groups)
-
-    def capture_view(self, index: int, num_reqs: int, lens: torch.Tensor, common_len: int | None) -> View:
-        """Return `Drafter.capture_view`."""
-        return self._drafter.capture_view(index, num_reqs, lens, common_len)
-
-    def pass_metadata(self, draft_pass: Pass, *, for_capture: bool = False) -> Mapping[str, Any]:
-        """Build attention metadata of a pass, by layer."""
-        attn_metadata: dict[str, Any] = {}
-        for index, (part, group) in enumerate(zip(draft_pass.parts, self._drafter.groups, strict=True)):
-            of_pages = partial(
-                self.page_metadata.of_part, index, part, draft_pass.queries, for_capture=for_capture
-            )
-            attn_metadata |= draft_metadata(part.view, group.layer_names, of_pages)
-        return attn_metadata
-
-    def refresh_metadata(self, draft_pass: Pass) -> None:
-        """Rebuild the metadata that a captured pass's graph does not update; token views have none."""
-        for index, part in enumerate(draft_pass.parts):
-            if not isinstance(part.view, TokenView) and not self.page_metadata.is_recorded(index):
-                self.page_metadata.of_part(index, part, draft_pass.queries, part.view.of_layer(0))
-
-    def record_refresh(self, attn_metadata: Mapping[str, Any]) -> None:
-        """Update a pass's metadata within its graph, where the backends support it."""
-        self.page_metadata.record_refresh(attn_metadata)
-
-    def select_adapters(self, num_active: int, num_tokens: int) -> None:
-        """Map the next pass to dummy LoRA adapters, for captures."""
-        if self._adapters is not None:
-            self._adapters.apply_dummies(num_active, num_tokens)
-
     def observe(
         self, layer_names: Sequence[str], indices: Sequence[int], window: int, observer: LayerObserver
     ) -> None:
@@ -554,41 +467,22 @@ class MagicDecSpeculator(StandaloneARSpeculator):
             max_seq_len=max(int(self._batch.known_lens[i]) for i in indices),
         )
         observed = observed_metadata(attn_metadata, layer_names, self._drafter.switched_layers, observer)
-        if self._adapters is not None:
-            self._adapters.apply(indices, window)
+        if self.adapters is not None:
+            self.adapters.apply(indices, window)
         if self._rope is None:
             positions = positions.flatten()
         else:
             prompt_lens = self.req_states.prefill_len.gpu[rows]
             positions = positions_on_device(self._rope, rows, positions, prompt_lens)
-        self.forward(tokens, positions, self.slots_by_layer([slots] * self.num_views), observed)
-
-    def slots_by_layer(self, slots: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return slots by layer; `slots` [num_tokens] int64 each, by layer group."""
-        by_layer: dict[str, torch.Tensor] = {}
-        for own, group in zip(slots, self._drafter.groups, strict=True):
-            by_layer |= dict.fromkeys(group.layer_names, own)
-        return by_layer
-
-    def _forward(
-        self,
-        tokens: torch.Tensor,  # [num_tokens] int32
-        positions: torch.Tensor,  # [num_tokens] int64, or [num_dims, num_tokens] under M-RoPE
-        slots: Sequence[torch.Tensor],  # [num_tokens] int64 each, destination of K/V, by layer group
-        attn_metadata: Mapping[str, Any],  # by layer
-    ) -> torch.Tensor:
-        """Run a pass of the round and return its hidden states, [num_tokens, hidden_size]."""
-        hidden_states: torch.Tensor = self.forward(
-            tokens, positions, self.slots_by_layer(slots), attn_metadata
-        )
-        return hidden_states
+        self.forward(tokens, positions, [slots] * len(self._drafter.groups), observed)
 
     def forward(
         self,
         tokens: torch.Tensor,  # [num_tokens] int32
         positions: torch.Tensor,  # [num_tokens] int64, or [num_dims, num_tokens] under M-RoPE
-        slot_mapping: dict[str, torch.Tensor],  # [num_tokens] int64 each, destination of K/V, by layer
-        attn_metadata: Mapping[str, Any] | None,  # by layer; None: there is no KV cache yet
+        slots: Sequence[torch.Tensor],  # [num_tokens] int64 each, destination of K/V, by layer group
+        attn_metadata: Mapping[str, Any] | None,  # by layer; None: there is no KV cache yet, and no slots
+        is_padding: torch.Tensor | None = None,  # see `Pass`; vLLM chooses no experts for padding
     ) -> Any:
         """Run the drafting model; returns [num_tokens, hidden_size], a SPIRe draft also its activations."""
         num_tokens = tokens.shape[0]
@@ -606,9 +500,9 @@ class MagicDecSpeculator(StandaloneARSpeculator):
                 self.vllm_config,
                 num_tokens=num_tokens,
                 cudagraph_runtime_mode=CUDAGraphMode.NONE,
-                slot_mapping=slot_mapping,
+                slot_mapping=self._slots_by_layer(slots) if slots else {},
                 batch_descriptor=BatchDescriptor(num_tokens=num_tokens),
-                is_padding=self._is_padding,
+                is_padding=is_padding,
             ),
         ):
             return self.model(positions=positions, **inputs)

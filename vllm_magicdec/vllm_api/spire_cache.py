@@ -50,12 +50,6 @@ def refuse_target_without_activations(vllm_config: VllmConfig) -> None:
         )
 
 
-def activation_layers(target: nn.Module) -> tuple[int, ...]:
-    """Return the blocks before which the target returns its activations; (): unknown."""
-    layers = (one.aux_hidden_state_layers for one in target.modules() if isinstance(one, EagleModelMixin))
-    return next(filter(None, layers), ())
-
-
 class SpireCache(Cache):
     """Writes the K/V of verified and of drafted tokens."""
 
@@ -65,6 +59,7 @@ class SpireCache(Cache):
         self._model = model
         self._target: Any = target
         self._attentions = [layer.self_attn.attn for layer in model.model.layers]
+        self.num_activations = len(self._attentions) + 1
         self._step: TargetActivations | None = None  # None: not recorded, and the round fails
         self._write_latest: Callable[[], None] | None = None
 
@@ -75,7 +70,13 @@ class SpireCache(Cache):
             MagicDecConfigError: the target returns other activations than the draft was trained with, or
                 the attention backend cannot write keys and values without attending.
         """
-        expected, returned = self._model.fields.aux_layers, activation_layers(self._target)
+        expected = self._model.fields.aux_layers
+        layers = (
+            one.aux_hidden_state_layers
+            for one in self._target.modules()
+            if isinstance(one, EagleModelMixin)
+        )
+        returned = next(filter(None, layers), ())  # (): unknown
         if returned and tuple(returned) != tuple(expected):
             raise MagicDecConfigError(
                 f"{MODEL_METHOD}: this SPIRe draft was trained with the target's activations before its "
@@ -96,7 +97,7 @@ class SpireCache(Cache):
         weight = self._model.model.norm.weight
         nothing = weight.new_zeros(1, weight.shape[0]).expand(num_tokens, -1)
         positions = torch.zeros(num_tokens, dtype=torch.int64, device=weight.device)
-        self._model.memorise([nothing] * (len(self._attentions) + 1), positions, None)
+        self._model.memorise([nothing] * self.num_activations, positions, None)
 
     def note_step(self, step: TargetActivations) -> None:
         """Record the target's step that the round begins with."""

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What drafts have in common on vLLM's two model runners."""
+
+from collections.abc import Container, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.nn as nn
+from typing_extensions import override
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.utils import AttentionGroup
+
+from vllm_magicdec.adaptive.metrics import Counts
+from vllm_magicdec.config import MagicDecSpeculativeConfig
+from vllm_magicdec.drafting.drafter import Drafter
+from vllm_magicdec.drafting.layer_groups import LayerGroup
+from vllm_magicdec.drafting.model_cache import ModelCache
+from vllm_magicdec.drafting.ports import Cache, Target
+from vllm_magicdec.vllm_api.adapters import Adapters
+from vllm_magicdec.vllm_api.attention_groups import (
+    attention_groups_of,
+    refuse_small_buffers,
+    refuse_split_pages,
+)
+from vllm_magicdec.vllm_api.kv_cache import (
+    layer_groups,
+    log_draft_memory,
+    refuse_draft_without_whole_context,
+)
+from vllm_magicdec.vllm_api.spire_cache import SpireCache, TargetActivations
+
+_Class = TypeVar("_Class")
+
+
+class DraftRunner:
+    """A proposer or speculator whose draft is the target; a base beside vLLM's class, which has the fields.
+
+    Subclasses implement `drafting.ports.Target`.
+    """
+
+    vllm_config: VllmConfig
+    device: torch.device
+    max_num_tokens: int
+    reads_ahead = True
+    """Whether a pass may take several unverified tokens of a request."""
+    adapters: Adapters | None = None
+    """LoRA adapters, which apply to the target only."""
+    _drafter: Drafter  # created when vLLM has laid out the KV cache
+
+    @property
+    def counts(self) -> Counts:
+        """This worker's counts since they were last sent."""
+        return self._drafter.counts
+
+    @property
+    def max_pass_tokens(self) -> int:
+        """Maximum number of query tokens in a pass."""
+        return self.max_num_tokens
+
+    def update_weights(self) -> None:
+        """Follow an update of the target's weights, for drafts that copy them."""
+
+    def _note_step(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        activations: torch.Tensor | Sequence[torch.Tensor] | None,
+        slots: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Record the target's step, for drafts that use its activations.
+
+        Args:
+            tokens: [num_tokens] int32, verified ones and drafts.
+            positions: [num_tokens] int64, or [num_dims, num_tokens] under M-RoPE.
+            activations: vLLM's auxiliary hidden states, if requested: of [num_tokens or more, hidden_size]
+                by layer, or concatenated over layers on the V1 runner.
+            slots: [num_tokens or more] int64, slots of the tokens' K/V, by layer, including the draft's.
+        """
+
+    def _take_adapters_of(self, target_model: nn.Module) -> None:
+        if self.vllm_config.lora_config is not None:
+            self.adapters = Adapters(target_model, self.vllm_config.lora_config)
+
+    def _lay_out(
+        self,
+        kv_cache_config: KVCacheConfig,
+        layer_names: Container[str] | None,
+        builders: Sequence[Sequence[AttentionGroup]],
+    ) -> None:
+        """Create the drafter, once vLLM has laid out the KV cache.
+
+        Args:
+            layer_names: the draft's attention layers; None: all layers.
+            builders: vLLM's attention groups with builders that the draft's layers may use, by KV-cache
+                group.
+        """
+        groups = layer_groups(self.vllm_config, kv_cache_config, layer_names)
+        self._attention_groups = [
+            attention_groups_of(group, builders, self.vllm_config, self.device) for group in groups
+        ]
+        self._cache = self._make_cache(kv_cache_config, groups)
+        target = cast(Target, self)
+        self._drafter = Drafter(target, self.vllm_config, groups, kv_cache_config, self.device, self._cache)
+        if self._drafter.has_pages:
+            refuse_split_pages(self._attention_groups, are_of_layers=self._drafter.has_layer_pages)
+
+    def _make_cache(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> Cache:
+        """Return the KV cache that the draft reads, once vLLM has allocated it."""
+        return Cache()
+
+    def _slots_by_layer(self, slots: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return slots by layer; `slots` [num_tokens] int64 each, by layer group."""
+        groups = zip(slots, self._drafter.groups, strict=True)
+        return {name: own for own, group in groups for name in group.layer_names}
+
+
+class ModelDraft(DraftRunner):
+    """A draft model that computes the K/V of all tokens itself (`drafting/model_cache.py`)."""
+
+    @override
+    def _make_cache(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> Cache:
+        refuse_draft_without_whole_context(groups)
+        refuse_small_buffers(self._attention_groups)
+        log_draft_memory(kv_cache_config, groups)
+        return ModelCache(
+            cast(Target, self),
+            groups,
+            max_num_reqs=self.vllm_config.scheduler_config.max_num_seqs,
+            max_num_tokens=self.max_num_tokens,
+            max_model_len=self.vllm_config.model_config.max_model_len,
+            knows_accepted=not self.vllm_config.use_v2_model_runner,
+        )
+
+
+class SpireDraft(DraftRunner):
+    """A draft model that computes the K/V of verified tokens from the target's activations."""
+
+    _cache: SpireCache
+
+    def _follow_target(self, model: Any, target_model: nn.Module) -> None:
+        self._cache = SpireCache(model, target_model)
+        # A token's memory exists only after its own pass.
+        self.reads_ahead = not model.fields.feedback_memory
+
+    @override
+    def _note_step(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        activations: torch.Tensor | Sequence[torch.Tensor] | None,
+        slots: Mapping[str, torch.Tensor],
+    ) -> None:
+        if activations is None:  # `SpireCache.begin_round` fails, which the drafter counts
+            return
+        if isinstance(activations, torch.Tensor):
+            activations = activations.chunk(self._cache.num_activations, dim=1)
+        # Without the padding of CUDA graphs.
+        activations = [each[: len(tokens)] for each in activations]
+        self._cache.note_step(TargetActivations(tokens, positions, activations, slots))
+
+    @override
+    def _make_cache(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> Cache:
+        self._cache.lay_out(groups)
+        log_draft_memory(kv_cache_config, groups)
+        return self._cache
+
+
+def choose_class(
+    vllm_config: VllmConfig, own: _Class, quantised: _Class, model: _Class, spire: _Class
+) -> _Class:
+    """Return the class for the target, a quantised copy of it, a draft model or a SPIRe draft."""
+    spec = vllm_config.speculative_config
+    assert isinstance(spec, MagicDecSpeculativeConfig)
+    if spec.has_draft_model:
+        return model if spec.spire is None else spire
+    return own if spec.draft_weights == "target" else quantised
