@@ -184,8 +184,9 @@ class PageViews(Views):
                 self._draft_slots,
                 self._policy.budget,
                 self._policy.most_pages(batch.context_lens, num_steps),
+                selections=None,
                 lens=self._lens,
-                view_table=self._block_table,
+                view_tables=self._block_table.unsqueeze(0),
                 num_steps=num_steps,
             )
         else:
