@@ -137,7 +137,7 @@ class Round:
         counters = LookupCounters(Counts())
         sizes = {"max_num_reqs": len(self.tables), "max_drafts": self.num_steps}
         staged = StagedDrafts(target, lookups, counters, max_model_len=self.model_len, **sizes)
-        drafts = staged.draft(self.batch, self.num_steps, lambda: steps_of(self))
+        drafts = staged.draft(self.batch, self.num_steps, lambda: steps_of(self)).tokens
         counted = {name.removeprefix("lookup_"): n for name, n in counters.totals.items()}
         assert counted["passes"] == len(target.pass_lens) and not counted["cut_tokens"]
         assert [len(own) for own in drafts] == [max(0, n) for n in self.wanted]
