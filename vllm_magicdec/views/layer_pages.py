@@ -45,8 +45,8 @@ class LayerPageViews(Views):
     @property
     @override
     def memory_bytes(self) -> Mapping[str, int]:
-        tables = self._block_tables.numel() * self._block_tables.element_size()
-        return {"lists of pages": tables + self._selections.num_bytes, **self._selector.memory_bytes}
+        lists = self._block_tables.nbytes + self._selections.positions.nbytes
+        return {"lists of pages": lists, **self._selector.memory_bytes}
 
     @override
     def prepare(self, batch: Batch, num_steps: int) -> PageRound:
