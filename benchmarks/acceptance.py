@@ -89,13 +89,13 @@ class Result:
 
 def install_oracle(worker: Any, budget: int) -> None:
     """Make draft attention keep only the tokens with the highest weights."""
-    from vllm_magicdec.attention import switch
+    from vllm_magicdec.attention import switch, torch_attention
 
-    def attend(query: Any, rows: Any, slots: Any, lens: Any, *, scale: float, **_: Any) -> Any:
+    def attend(query: Any, rows: Any, slots: Any, lens: Any, softmax: Any, *_: Any, **__: Any) -> Any:
         num_reqs, num_heads, size = query.shape
         keys, values = rows.gather(slots)
         grouped = query.view(num_reqs, rows.num_kv_heads, -1, size).float()
-        logits = grouped @ keys.float().transpose(2, 3) * scale
+        logits = grouped @ keys.float().transpose(2, 3) * softmax.scale
         is_past_end = torch.arange(slots.shape[-1]) >= lens.unsqueeze(1)
         weights = logits.masked_fill_(is_past_end[:, None, None], float("-inf")).softmax(-1)
         best = weights.sum(2, keepdim=True).topk(min(budget, weights.shape[-1]), -1).indices
@@ -104,7 +104,7 @@ def install_oracle(worker: Any, budget: int) -> None:
         attended = (weights / weights.sum(-1, keepdim=True)) @ values.float()
         return attended.view(num_reqs, num_heads, size).to(query.dtype)
 
-    switch.attend = attend
+    torch_attention.attend = attend
     switch.takes_view = lambda metadata: False  # of the plugin's kernel
 
 

@@ -58,7 +58,7 @@ class Row:
 
 def watch_chances(worker: Any) -> None:
     """Record each draft's predicted chance, whether it was accepted, and the lookup's prediction."""
-    staged = worker.model_runner.drafter._drafter._loop.passes
+    staged = worker.model_runner.drafter._drafter._loop
     confidence, staged.benchmark_seen = staged._confidence, []
     observe = confidence.observe
 
@@ -74,7 +74,7 @@ def leave_out(worker: Any, least_chance: float) -> None:
     """Leave out drafts below this chance from now on; a round ends with the last draft above it."""
     from vllm_magicdec.adaptive.draft_plan import DraftPlan
 
-    staged = worker.model_runner.drafter._drafter._loop.passes
+    staged = worker.model_runner.drafter._drafter._loop
     draft = type(staged).draft
     staged.draft = lambda batch, num_steps, prepare: draft(
         staged, batch, DraftPlan(num_steps, least_chance), prepare
@@ -83,7 +83,7 @@ def leave_out(worker: Any, least_chance: float) -> None:
 
 def take_seen(worker: Any) -> list[tuple[float, bool, str]]:
     """Return the records since the last call."""
-    staged = worker.model_runner.drafter._drafter._loop.passes
+    staged = worker.model_runner.drafter._drafter._loop
     seen, staged.benchmark_seen = staged.benchmark_seen, []
     return seen
 

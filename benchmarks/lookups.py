@@ -97,8 +97,9 @@ def speculations(
 def take_totals(worker: Any) -> dict[str, int]:
     """Return a worker's counters of lookups, or nothing without lookups."""
     drafter = getattr(worker.model_runner, "drafter", None)
-    passes = drafter and getattr(drafter._drafter._loop, "passes", None)
-    return dict(passes._counters.totals) if passes else {}
+    loop = drafter and drafter._drafter._loop
+    counters = getattr(loop, "_counters", None)
+    return dict(counters.totals) if counters else {}
 
 
 def decode_and_count(llm: Any, prompts: list[list[int]], num_tokens: int, temperature: float) -> Counted:

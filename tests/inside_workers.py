@@ -28,15 +28,15 @@ def latest_selection(worker: Any) -> dict[str, Any]:
 
 
 def look_up_at_random(worker: Any, seed: int) -> None:
-    from vllm_magicdec.drafting.loops import Wide
+    from vllm_magicdec.drafting.wide_passes import WidePasses
     from vllm_magicdec.lookup.continuation import Continuation
 
     loop, rng = draft_of(worker)._drafter._loop, random.Random(seed)
-    if isinstance(loop, Wide):
-        _look_up_on_device_at_random(loop.passes, rng, worker.model_config.get_vocab_size())
+    if isinstance(loop, WidePasses):
+        _look_up_on_device_at_random(loop, rng, worker.model_config.get_vocab_size())
         return
-    loop.passes._min_acceptance = 0.0  # random lookups contradict all drafts
-    lookups = loop.passes._lookups
+    loop._min_acceptance = 0.0  # random lookups contradict all drafts
+    lookups = loop._lookups
     own, vocab_size = lookups.look_up, worker.model_config.get_vocab_size()
 
     def look_up(req_id: str, drafted: list[int], most: int, *min_acceptance: float) -> Continuation:
@@ -75,14 +75,14 @@ def _look_up_on_device_at_random(wide: Any, rng: random.Random, vocab_size: int)
 
 def leave_unlikely_out(worker: Any, min_acceptance: float) -> None:
     """Drop drafts below `min_acceptance` from a fixed number."""
-    draft_of(worker)._drafter._loop.passes._min_acceptance = min_acceptance
+    draft_of(worker)._drafter._loop._min_acceptance = min_acceptance
 
 
 def cut_drafts(worker: Any, min_acceptance: float, min_gain: float = 0.0) -> None:
     """Draft by a controller's plan with these thresholds."""
     from vllm_magicdec.adaptive.draft_plan import DraftPlan
 
-    staged = draft_of(worker)._drafter._loop.passes
+    staged = draft_of(worker)._drafter._loop
     draft = staged.draft
 
     def draft_by_plan(batch: Any, num_steps: int, prepare: Any) -> Any:
@@ -92,7 +92,7 @@ def cut_drafts(worker: Any, min_acceptance: float, min_gain: float = 0.0) -> Non
 
 
 def served_answers(worker: Any) -> list[int]:
-    served = draft_of(worker)._drafter._loop.passes._lookups._sources["served"]
+    served = draft_of(worker)._drafter._loop._lookups._sources["served"]
     return [*served._older.tokens.tolist(), *served._newer.tokens.tolist()]
 
 
@@ -114,10 +114,9 @@ def forget_failures(worker: Any) -> None:
 
     drafter = draft_of(worker)._drafter
     drafter._pauses = Pauses("Drafting", "steps go on without useful drafts")
-    passes = getattr(drafter._loop, "passes", None)
     for name in ("_lookup_pauses", "_pauses"):
-        if hasattr(passes, name):
-            setattr(passes, name, Pauses("A lookup", "every draft takes a pass of its own"))
+        if hasattr(drafter._loop, name):
+            setattr(drafter._loop, name, Pauses("A lookup", "every draft takes a pass of its own"))
 
 
 def draft_twice(worker: Any) -> None:

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from views_over_a_cache import CPU, cases, empty_cache, fill_page_indices, filled_cache, layouts, run
 
-from vllm_magicdec.attention import KVRows, attend, flashinfer_attention
+from vllm_magicdec.attention import KVRows, flashinfer_attention
+from vllm_magicdec.attention.softmax import Softmax
 
 
 @settings(max_examples=120, deadline=None)
@@ -145,10 +146,12 @@ def test_caches_that_flashinfer_cannot_read_row_by_row_are_refused(cache, isa, s
 
 def test_triton_refuses_a_packed_cache():
     pytest.importorskip("triton")
+    from vllm_magicdec.attention import triton_attention
+
     rows = KVRows.of(zeros(2, 1, 32, 128), "CPU_ATTN", "amx")
     slots = torch.zeros((1, 1, 1), dtype=torch.int32)
     with pytest.raises(ValueError, match="reads no packed KV cache; use the torch one"):
-        attend(zeros(1, 1, 64), rows, slots, slots[0, 0] + 1, scale=1.0, implementation="triton")
+        triton_attention.attend(zeros(1, 1, 64), rows, slots, slots[0, 0] + 1, Softmax(1.0))
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def test_the_switch_reads_token_views_with_flashinfer(flashinfer_stand_in, case)
         installed.plans = make_plans(installed.geometry)
         installed.plans.reserve(full.slots.shape[-1])
         case.check(draft(layer, case, cache))
-        patch.setattr(switch, "attend", None)  # nobody else reads full ones
+        patch.setattr(switch.torch_attention, "attend", None)  # nobody else reads full ones
         full.check(draft(layer, full, filled_cache(KVCacheLayout.LBNHC, full)))
 
 
@@ -235,9 +235,9 @@ def test_triton_reads_batch_sizes_that_flashinfer_cannot_plan(flashinfer_stand_i
         plan(decode, lens)
 
     monkeypatch.setattr(flashinfer_attention.FlashInferDecode, "plan", plan_one_at_most)
-    read, attend_to = [], switch.attend
+    read, attend_to = [], switch.torch_attention.attend
     monkeypatch.setattr(
-        switch, "attend", lambda *args, **kw: read.append(len(args[0])) or attend_to(*args, **kw)
+        switch.torch_attention, "attend", lambda *args: read.append(len(args[0])) or attend_to(*args)
     )
     warned = logged(monkeypatch, plans.logger, "warning")
     for num_reqs in (2, 1):

@@ -4,6 +4,7 @@
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib import import_module
 from types import SimpleNamespace
 
 import flashinfer_stand_in as stand_in
@@ -14,9 +15,10 @@ from hypothesis import strategies as st
 from vllm.v1.kv_cache_interface import get_kv_quant_mode
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from vllm_magicdec.attention import KVRows, attend
+from vllm_magicdec.attention import KVRows
 from vllm_magicdec.attention.flashinfer_attention import Geometry
 from vllm_magicdec.attention.rows import FP8_DTYPES
+from vllm_magicdec.attention.softmax import Softmax
 
 # Largest error as a share of the largest result that there were if no two values cancelled. bfloat16 rounds
 # the result (2**-9) and, in kernels that use tensor cores, the softmax weights as well.
@@ -159,15 +161,13 @@ def filled_cache(layout: KVCacheLayout, case: Case, **where) -> torch.Tensor:
 
 def run(case: Case, rows: KVRows, implementation: str, device: str = "cpu") -> torch.Tensor:
     query, slots, lens = (t.to(device) for t in (case.query, case.slots, case.lens))
-    scale = case.scale * case.key_scale
-    options = {
-        "soft_cap": case.soft_cap,
-        "sinks": None if case.sinks is None else case.sinks.to(device),
-        "value_scale": case.value_scale,
-    }
+    sinks = None if case.sinks is None else case.sinks.to(device)
+    softmax = Softmax(case.scale * case.key_scale, case.soft_cap, sinks)
     if implementation == "flashinfer":
-        return attend_with_flashinfer(query, rows, slots, lens, scale, **options)
-    return attend(query, rows, slots, lens, implementation=implementation, scale=scale, **options)
+        options = {**vars(softmax), "value_scale": case.value_scale}
+        return attend_with_flashinfer(query, rows, slots, lens, **options)
+    module = import_module(f"vllm_magicdec.attention.{implementation}_attention")
+    return module.attend(query, rows, slots, lens, softmax, case.value_scale)
 
 
 def moved(case: Case, distance: float) -> Case:

@@ -25,7 +25,7 @@ from vllm_magicdec.views.selections import Selections
 from vllm_magicdec.views.slots import DraftSlots
 from vllm_magicdec.views.tensors import PAD_SLOT
 from vllm_magicdec.views.tokens import TokenBudget, TokenViews
-from vllm_magicdec.views.windows import SlidingWindow, make_reached_views
+from vllm_magicdec.views.windows import ReachedPages, SlidingWindow
 
 CPU = torch.device("cpu")
 PAGE, WINDOW, NUM_LAYERS, NUM_KV_HEADS = 4, 6, 2, 2
@@ -137,7 +137,7 @@ class Round:
         counters = LookupCounters(Counts())
         sizes = {"max_num_reqs": len(self.tables), "max_drafts": self.num_steps}
         staged = StagedDrafts(target, lookups, counters, max_model_len=self.model_len, **sizes)
-        drafts = staged.draft(self.batch, self.num_steps, lambda: steps_of(self))
+        drafts = staged.draft(self.batch, self.num_steps, lambda: steps_of(self)).tokens
         counted = {name.removeprefix("lookup_"): n for name, n in counters.totals.items()}
         assert counted["passes"] == len(target.pass_lens) and not counted["cut_tokens"]
         assert [len(own) for own in drafts] == [max(0, n) for n in self.wanted]
@@ -196,9 +196,10 @@ def rounds(draw_, max_steps: int = 9, model_len: int = 60):
     num_selected = rng.randrange(9)
     size = num_steps + num_selected + 1
     tokens = TokenBudget(1, 1, size, size, num_recent=num_steps)
+    window_slots = slots()
     views = [
         PageViews(StreamingLLM(None, pages, CPU), slots()),
-        make_reached_views(SlidingWindow(WINDOW), max_tokens=30, draft_slots=slots(), device=CPU),
+        PageViews(ReachedPages(SlidingWindow(WINDOW), 30, window_slots), window_slots),
         LayerPageViews(
             select(1, 2, [max(0, n // PAGE - drafted_pages) for n in lens]),
             NoSelector(),

@@ -13,12 +13,12 @@ from batches import make_batch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_magicdec.adaptive.draft_plan import DraftLists
 from vllm_magicdec.drafting import drafter
 from vllm_magicdec.drafting.layer_groups import LayerGroup
-from vllm_magicdec.drafting.loops import Staged
+from vllm_magicdec.drafting.loops import Drafts
 from vllm_magicdec.drafting.pauses import FAILURES_BEFORE_A_PAUSE, FIRST_PAUSE
 from vllm_magicdec.drafting.ports import Cache
+from vllm_magicdec.drafting.staged import StagedDrafts
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.plugin import register
@@ -90,12 +90,12 @@ def test_a_failing_draft_is_paused_and_resumes(make_drafter):
         assert draft(made) is None
     num_failures = FAILURES_BEFORE_A_PAUSE + 1
     assert target.num_tries == 1 + num_failures
-    assert made._failures.totals == {
+    assert made.counts._added == {
         "draft_failures": num_failures,
         "draft_pauses": 2,
         "paused_rounds": 100 - num_failures,
+        "failures:draft_step": num_failures,
     }
-    assert components_of(made) == {"draft_step": num_failures}
     target.is_broken = False
     drafted = [draft(made) is not None for _ in range(200)]
     assert drafted[-1] and drafted == sorted(drafted)
@@ -127,12 +127,13 @@ def test_unfinished_prompts_take_no_pass(make_drafter, monkeypatch):
 def test_finished_requests_reach_lookups_and_failures_are_counted(make_drafter):
     made, told = make_drafter(Target()), []
     made.finish_request("a", [1, 2])  # without lookups nobody asks
-    made._loop = Staged(SimpleNamespace(finish=lambda *ended: told.append(ended)))
+    made._loop = StagedDrafts.__new__(StagedDrafts)
+    made._loop.finish = lambda *ended: told.append(ended)
     made.finish_request("a", [1, 2])
     assert told == [("a", [1, 2])]
-    made._loop = Staged(SimpleNamespace())  # which can finish nothing
+    made._loop.finish = None
     made.finish_request("a", [1, 2])
-    assert components_of(made) == {"lookup": 1} and not made._failures.totals["draft_failures"]
+    assert components_of(made) == {"lookup": 1} and not made.counts._added["draft_failures"]
 
 
 def test_unfinished_prompts_do_not_end_a_pause(make_drafter):
@@ -146,7 +147,7 @@ def test_unfinished_prompts_do_not_end_a_pause(make_drafter):
     for _ in range(3 * FIRST_PAUSE):
         made.draft(GAMMA, lambda: part)
     assert draft(made) is None
-    assert made._failures.totals["draft_pauses"] == 2, "one failure more, and a longer pause"
+    assert made.counts._added["draft_pauses"] == 2, "one failure more, and a longer pause"
 
 
 def test_cache_failures_during_a_pause_do_not_extend_it(make_drafter):
@@ -158,7 +159,7 @@ def test_cache_failures_during_a_pause_do_not_extend_it(make_drafter):
     made._cache = SimpleNamespace(is_own=True, begin_round=begin_round)
     for _ in range(100):
         assert draft(made) is None
-    assert made._failures.totals["draft_pauses"] == 2
+    assert made.counts._added["draft_pauses"] == 2
     assert components_of(made) == {"own_cache": 100}
 
 
@@ -203,9 +204,9 @@ def test_own_cache_records_only_tokens_sampled_by_passes(num_passes):
         catch_up=lambda batch, num_steps: caught_up.append((num_steps, len(ended))),
         end_round=lambda batch, num_written: ended.append(num_written.tolist()),
     )
-    made = DraftLists([[1, 2, 3], [], [4]], num_passes, [2, 0, 0] if num_passes else None)
-    own._loop = Staged(SimpleNamespace(draft=lambda *args: made))
+    made = Drafts([[1, 2, 3], [], [4]], np.array([2 if num_passes else 0, 0, 0]), num_passes)
+    own._loop = SimpleNamespace(draft=lambda *args: made)
     batch = SimpleNamespace(req_ids=["a", "b", "c"], is_prefilling=[False] * 3)
-    assert own._draft_round(batch, 4).tokens == made
+    assert own._draft_round(batch, 4) is made
     assert ended == [[2 if num_passes else 0, 0, 0]]
     assert caught_up == ([] if num_passes else [(0, 0)])

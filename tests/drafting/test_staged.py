@@ -116,7 +116,7 @@ def test_a_pass_for_less_than_half_of_the_batch_is_left_out(drawn, known_to):
     expected = drawn.one_by_one()
     known = [own if known_to >> i & 1 else [] for i, own in enumerate(expected)]
     staged, target = make_staged(drawn, KnownDrafts(known), min_gain=0.5)
-    drafts = staged.draft(drawn.batch, drawn.num_steps, lambda: steps_of(drawn))
+    drafts = staged.draft(drawn.batch, drawn.num_steps, lambda: steps_of(drawn)).tokens
     drafting = [i for i, wanted in enumerate(drawn.wanted) if wanted > 0]
     numbers = [len(known[i]) or min(1, len(expected[i])) for i in range(len(expected))]  # after a pass
     while running := [i for i in drafting if numbers[i] < drawn.wanted[i]]:
@@ -160,7 +160,7 @@ def test_worthwhile_lookups_follow_the_drafts_unchecked(drawn, chance, min_accep
     expected = drawn.one_by_one()
     staged, target = make_staged(drawn, OneThenAll(chance), is_probabilistic=is_probabilistic)
     plan = DraftPlan(drawn.num_steps, min_acceptance, 99.0)
-    drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn))
+    drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn)).tokens
     assert len(target.pass_lens) == drafts.num_passes == (max(drawn.wanted) > 0)
     assert read_of(drafts, target) == [own[:1] for own in expected]
     reached = Confidence().chance(Evidence(0.7, Predicted.NOTHING))
@@ -213,7 +213,7 @@ def test_drafts_below_their_cost_are_neither_sampled_nor_verified(drawn, min_acc
     chance = 0.93
     staged._confidence.chance = lambda _: chance  # of every draft, whatever was looked up
     plan = DraftPlan(drawn.num_steps, min_acceptance, min_gain)
-    drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn))
+    drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn)).tokens
     assert drafts.num_passes == len(target.pass_lens)
     worth = next(n for n in itertools.count() if chance ** (n + 1) < min_acceptance)
     read = read_of(drafts, target)
@@ -250,7 +250,7 @@ def test_unlikely_drafts_are_dropped_with_those_after_them(drawn, min_acceptance
     chances = {Predicted.NOTHING: 0.9, Predicted.ANOTHER: 0.5, Predicted.THE_SAME: 0.97}
     staged._confidence.chance = lambda evidence: chances[evidence.predicted]
     plan = DraftPlan(drawn.num_steps, min_acceptance) if by_plan else drawn.num_steps
-    drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn))
+    drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn)).tokens
     for req_id, own, all_, wanted in zip(
         drawn.batch.req_ids, drafts, drawn.one_by_one(), drawn.wanted, strict=True
     ):
@@ -274,12 +274,12 @@ def test_rounds_of_lookups_alone_take_no_pass(drawn):
     expected = drawn.one_by_one()
     staged, target = make_staged(drawn, KnownDrafts(expected))
     for plan in (DraftPlan(drawn.num_steps, lookups_alone=True), DraftPlan(1, 0.1, 0.1, -100.0)):
-        drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn))
+        drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn)).tokens
         assert drafts == expected and not drafts.num_passes and not target.pass_lens
     num_tokens = sum(map(len, expected))
     for min_expected_accepted, is_read in [(0.9 * num_tokens + 0.1, True), (0.9 * num_tokens - 0.1, False)]:
         plan = DraftPlan(drawn.num_steps, 0.1, 0.0, min_expected_accepted)
-        drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn))
+        drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn)).tokens
         assert bool(drafts.num_passes) == (is_read and num_tokens > 0)
 
 
@@ -294,9 +294,8 @@ def test_a_round_has_the_thresholds_of_its_bucket(drawn, is_known):
     for read in range(NUM_BUCKETS):
         promises = [inf if index == read else -inf for index in range(NUM_BUCKETS)]
         by_bucket = [DraftPlan(drawn.num_steps, min_expected_accepted=promise) for promise in promises]
-        drafts = staged.draft(
-            drawn.batch, DraftPlan(drawn.num_steps, by_bucket=by_bucket), lambda: steps_of(drawn)
-        )
+        plan = DraftPlan(drawn.num_steps, by_bucket=by_bucket)
+        drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn)).tokens
         assert drafts.bucket == bucket
         assert bool(drafts.num_passes) == (bucket == read and bool(drafting))
 
@@ -323,8 +322,8 @@ def test_lookups_that_fail_leave_the_drafts_as_they_are(drawn, num_good):
         patched.setattr(envs, "strict", lambda: False)
         staged, _ = make_staged(drawn, BrokenLookups(num_good))
         for _ in range(2):
-            assert staged.draft(drawn.batch, drawn.num_steps, lambda: steps_of(drawn)) == expected
-        unread = staged.draft(drawn.batch, DraftPlan(3, lookups_alone=True), lambda: steps_of(drawn))
+            assert staged.draft(drawn.batch, drawn.num_steps, lambda: steps_of(drawn)).tokens == expected
+        unread = staged.draft(drawn.batch, DraftPlan(3, lookups_alone=True), lambda: steps_of(drawn)).tokens
         assert unread == [[]] * len(expected) or num_good
         # Another rank would go on with lookups.
         staged, _ = make_staged(drawn, BrokenLookups(0), is_alone=False)

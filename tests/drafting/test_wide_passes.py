@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
 from vllm_magicdec.drafting import wide_passes as module
+from vllm_magicdec.drafting.loops import Stepwise
 from vllm_magicdec.drafting.wide_passes import _DELAY, WidePasses
 from vllm_magicdec.lookup.history import Texts
 
@@ -82,15 +83,17 @@ def wide_passes(target, drawn, lookups, num_passes: int | None = None, **others)
     """By the rule, or `num_passes` in every round."""
     counters = LookupCounters(Counts())
     sizes = {"lengths": [drawn.num_steps], "max_model_len": drawn.model_len}
-    wide = WidePasses(target, lookups, counters, **{**sizes, **others})
+    buffer = torch.zeros((len(drawn.tables), drawn.num_steps), dtype=torch.int64)
+    wide = WidePasses(target, lookups, counters, Stepwise(target, buffer), **{**sizes, **others})
     if num_passes is not None:
         wide._num_passes = dict.fromkeys(wide._num_passes, num_passes)
     return wide, counters
 
 
 def draft_round(wide, drafts, batch, rounds_) -> int:
-    """As the drafter does; returns the number of passes."""
-    return wide.draft(drafts, batch, rounds_, wide.begin_round(batch, drafts.shape[1]))
+    """Return the number of wide passes."""
+    num_passes = wide.begin_round(batch, drafts.shape[1])
+    return num_passes if num_passes and wide.draft_wide(drafts, batch, rounds_, num_passes) else 0
 
 
 def all_fit(drawn) -> bool:
@@ -175,9 +178,14 @@ def test_rounds_that_wide_passes_do_not_suit_take_passes_of_one_token():
     fewer = drafts[:, : drawn.num_steps - 1]
     assert draft_round(wide, fewer, drawn.batch, steps_of(drawn)) == 0, "fewer drafts than usual"
     assert not target.pass_lens
-    for drawn_ in (drafts, fewer):
-        wide.count_steps(drawn_.shape[1])
+    target.most_reqs = 2
+    for num_steps in (drawn.num_steps - 1, drawn.num_steps):
+        made = wide.draft(drawn.batch, num_steps, lambda *, is_wide: steps_of(drawn))
+        assert made.num_passes == len(target.pass_lens) == num_steps
+        assert torch.equal(made.tokens, one_by_one(drawn)[:, :num_steps])
+        target.pass_lens.clear()
     assert counters.totals["lookup_passes"] == 2 * drawn.num_steps - 1
+    target.most_reqs = 3
     assert draft_round(wide, drafts, drawn.batch, steps_of(drawn)) == 2
 
 

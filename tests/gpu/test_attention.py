@@ -5,7 +5,8 @@ import pytest
 import torch
 from flashinfer_once import attend_with_flashinfer
 
-from vllm_magicdec.attention import KVRows, attend
+from vllm_magicdec.attention import KVRows, torch_attention
+from vllm_magicdec.attention.softmax import Softmax
 
 pytestmark = pytest.mark.gpu
 
@@ -32,9 +33,11 @@ def test_attention_of_a_served_batch_equals_torchs(implementation):
     lens = BUDGET - torch.arange(NUM_REQS, dtype=torch.int32, device="cuda")
     query = normal(NUM_REQS, NUM_KV_HEADS * GROUP, HEAD_SIZE)
     rows, scale = KVRows.of(cache, "FLASH_ATTN"), HEAD_SIZE**-0.5
-    expected = attend(query, rows, slots, lens, scale=scale).float()
+    expected = torch_attention.attend(query, rows, slots, lens, Softmax(scale)).float()
     if implementation == "flashinfer":
         got = attend_with_flashinfer(query, rows, slots, lens, scale).float()
     else:
-        got = attend(query, rows, slots, lens, scale=scale, implementation="triton").float()
+        from vllm_magicdec.attention import triton_attention
+
+        got = triton_attention.attend(query, rows, slots, lens, Softmax(scale)).float()
     assert (got - expected).abs().max() <= TOLERANCE * expected.abs().max()

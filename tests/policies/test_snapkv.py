@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import snapkv_scores
 
+from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.policies import Observation
 from vllm_magicdec.policies.snapkv import SnapKV
 
@@ -42,9 +43,7 @@ def test_scores_equal_the_papers_formula(
         read_keys=lambda: keys,
         length=torch.tensor(length),
         num_seen=seed % (before + 1),
-        scale=8**-0.5,
-        soft_cap=0.0,
-        sinks=torch.from_numpy(sinks).float().view(num_kv_heads, -1) if has_sinks else None,
+        softmax=Softmax(8**-0.5, sinks=torch.from_numpy(sinks) if has_sinks else None),
     )
     scores = SnapKV(fields).score(observation)
     expected = snapkv_scores(

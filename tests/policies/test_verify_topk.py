@@ -185,7 +185,7 @@ def test_summaries_are_fp8_on_gpus_that_have_it(monkeypatch):
         limits = replace(engine.limits, device_type=device_type)
         return PageSummaries(
             replace(engine, limits=limits, cache_dtype=torch.bfloat16, has_key_bias=has_key_bias)
-        ).num_bytes
+        ).min_keys.nbytes
 
     in_cache_dtype = num_bytes("cpu", 90)
     assert in_cache_dtype == num_bytes("cuda", 86) == 2 * num_bytes("cuda", 89)

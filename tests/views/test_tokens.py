@@ -19,8 +19,7 @@ from vllm_magicdec.views import tokens
 from vllm_magicdec.views.round import Batch, Queries
 from vllm_magicdec.views.selections import RequestRows
 from vllm_magicdec.views.tensors import PAD_SLOT
-from vllm_magicdec.views.token_round import TokenRound
-from vllm_magicdec.views.tokens import TokenBudget, TokenViews
+from vllm_magicdec.views.tokens import TokenBudget, TokenRound, TokenViews
 
 CPU = torch.device("cpu")
 NUM_LAYERS, NUM_KV_HEADS = 2, 3

@@ -26,7 +26,7 @@ def rerun(test: Callable[..., None], *strategies: st.SearchStrategy) -> None:
 def main() -> None:
     from vllm_magicdec.views import kernels
 
-    names = ("write_page_round", "write_layer_page_round", "write_token_round")
+    names = ("write_page_round", "write_token_round")
     calls = triton_tools.noted_calls(kernels, names)
     for module in (pages, tokens, layer_pages):
         module.has_kernels = lambda device: True
@@ -53,13 +53,13 @@ OF_SELECTIONS = {"rows": "*i64", "selected": "*i32", "num_selected": "*i64", "en
     [
         (
             "_page_round_kernel",
-            dict(num_pages="*i64", view_table="*i32"),
-            dict(PAGE_SIZE=16, STEPS_PADDED=8, PAGES_PADDED=64),
+            dict(OF_SELECTIONS, selected="*i64", num_pages="*i64", view_tables="*i32"),
+            dict(SELECTS=False, PAGE_SIZE=16, STEPS_PADDED=8, PAGES_PADDED=64),
         ),
         (
-            "_layer_page_round_kernel",
-            dict(OF_SELECTIONS, pages="*i64", view_tables="*i32"),
-            dict(PAGE_SIZE=16, STEPS_PADDED=8, PAGES_PADDED=64),
+            "_page_round_kernel",
+            dict(OF_SELECTIONS, num_pages="*i64", view_tables="*i32"),
+            dict(SELECTS=True, PAGE_SIZE=16, STEPS_PADDED=8, PAGES_PADDED=64),
         ),
         (
             "_token_round_kernel",
@@ -75,7 +75,7 @@ def test_round_kernels_compile_for_hopper_without_one(kernel, pointers, constant
     triton_tools.check_compiles_for_hopper(getattr(kernels, kernel), {**POINTERS, **pointers}, constants)
 
 
-@pytest.mark.parametrize("view", ["page", "layer_page", "token"])
+@pytest.mark.parametrize("view", ["page", "token"])
 def test_no_number_of_drafts_compiles_a_kernel_again(view):
     pytest.importorskip("triton")
     from vllm_magicdec.views import kernels

@@ -6,10 +6,9 @@ from batches import make_batch, make_slots, steps_of_view
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_magicdec.views.pages import PageViews
 from vllm_magicdec.views.tensors import PAD_SLOT
-from vllm_magicdec.views.windows import LocalChunk, SlidingWindow, make_reached_views
-
-CPU = torch.device("cpu")
+from vllm_magicdec.views.windows import LocalChunk, ReachedPages, SlidingWindow
 
 
 @st.composite
@@ -46,7 +45,7 @@ def test_a_view_has_the_reached_pages_and_no_freed_one(drawn):
         # vLLM has freed these: the first query of the round does not see them.
         row[: first_seen(reach, context_len) // page] = -1
     slots = make_slots(page, num_reqs + 1, case["max_num_steps"], model_len)
-    views = make_reached_views(reach, max_tokens=max_tokens, draft_slots=slots, device=CPU)
+    views = PageViews(ReachedPages(reach, max_tokens, slots), slots)
     batch = make_batch([str(i) for i in range(num_reqs)], table, context_lens)
     steps = steps_of_view(views.prepare(batch, num_steps), num_steps)
     for step_index, step in enumerate(steps):

@@ -18,7 +18,6 @@ from vllm_magicdec.adaptive.controller import Forecast
 from vllm_magicdec.adaptive.metrics import (
     Changes,
     Counts,
-    DraftFailures,
     SpeculationGauges,
     attach,
     counts_of,
@@ -81,9 +80,8 @@ def through_the_core(scheduler, output, stats):
 
 def test_nothing_is_lost_in_steps_without_statistics(front_end):
     scheduler, counts = SimpleNamespace(), Counts()
-    failures = DraftFailures(counts)
     for stats in (None, None, SchedulerStats()):
-        failures.count(draft_failures=1)
+        counts.add("draft_failures")
         outputs = EngineCoreOutputs(scheduler_stats=stats)
         pass_on(scheduler, send(counts, step_output()), [outputs])
     front_end.record(outputs.scheduler_stats, None, engine_idx=0)
@@ -156,7 +154,7 @@ def test_metrics_are_recorded_in_ray(config, monkeypatch):
     before = shown("draft_failures_total", 1)
     counts = Counts()
     counts.count_failure("selection")
-    DraftFailures(counts).count(draft_failures=1)
+    counts.add("draft_failures")
     counts.set("num_speculative_tokens", 3)
     stats = through_the_core(SimpleNamespace(), send(counts, step_output()), SchedulerStats())
     front_end.record(stats, None, engine_idx=1)

@@ -8,7 +8,7 @@ are none where vLLM logs no statistics.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from typing_extensions import override
@@ -113,9 +113,11 @@ def counts_of(scheduler: Scheduler) -> Counts:
     return counts
 
 
-class _Counters:
-    def __init__(self, names: Iterable[str], counts: Counts) -> None:
-        self.totals = dict.fromkeys(names, 0)
+class LookupCounters:
+    """Counts looked-up tokens by outcome, and drafts that were not worth making or verifying."""
+
+    def __init__(self, counts: Counts) -> None:
+        self.totals = dict.fromkeys(_LOOKUP_COUNTERS, 0)
         self._counts = counts
 
     def count(self, **numbers: int) -> None:
@@ -124,20 +126,6 @@ class _Counters:
             if number:
                 self.totals[name] += number
                 self._counts.add(name, number)
-
-
-class DraftFailures(_Counters):
-    """Counts failures of drafting, and the rounds that they left without drafts."""
-
-    def __init__(self, counts: Counts) -> None:
-        super().__init__(_DRAFT_COUNTERS, counts)
-
-
-class LookupCounters(_Counters):
-    """Counts looked-up tokens by outcome, and drafts that were not worth making or verifying."""
-
-    def __init__(self, counts: Counts) -> None:
-        super().__init__(_LOOKUP_COUNTERS, counts)
 
     def count_round(self, num_passes: int, num_checked: int, num_accepted: int) -> None:
         """Record a round's draft passes, the looked-up tokens they checked, and those the draft sampled."""

@@ -15,29 +15,6 @@
 | `switch.py` | draft attention in vLLM's layers |
 """
 
-from importlib import import_module
-from typing import Any, Literal
-
-import torch
-
 from vllm_magicdec.attention.rows import KVRows
 
-__all__ = ["Implementation", "KVRows", "attend"]
-
-Implementation = Literal["torch", "triton"]
-
-
-def attend(
-    query: torch.Tensor,
-    rows: KVRows,
-    slots: torch.Tensor,
-    lens: torch.Tensor,
-    *,
-    implementation: Implementation = "torch",
-    **options: Any,
-) -> torch.Tensor:
-    """Attend from one query token per request to the tokens in its view; see `torch_attention.attend`."""
-    # Here, because Triton may not be installed.
-    module = import_module(f"{__name__}.{implementation}_attention")
-    attended: torch.Tensor = module.attend(query, rows, slots, lens, **options)
-    return attended
+__all__ = ["KVRows"]

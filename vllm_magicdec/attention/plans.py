@@ -66,9 +66,8 @@ class CommonLengthPlans:
     @property
     def num_bytes(self) -> int:
         """Device memory without plans for CUDA graphs, which vLLM measures with the graphs."""
-        num_index_bytes = self._indices.numel() * self._indices.element_size()
         num_plan_bytes = MAX_RECENT * plan_bytes(self._geometry, self._max_num_reqs)[1]
-        return self._workspace.numel() + num_index_bytes + num_plan_bytes
+        return self._workspace.nbytes + self._indices.nbytes + num_plan_bytes
 
     def decode(self, num_reqs: int, length: int) -> FlashInferDecode | None:
         """Return the planned attention of `num_reqs` views of `length`, or None if FlashInfer fails."""

@@ -16,7 +16,11 @@ class Softmax:
 
     scale: float  # scale of products with keys as stored; includes an fp8 cache's scale
     soft_cap: float = 0.0  # above 0, logits become `soft_cap * tanh(logits / soft_cap)`
-    sinks: torch.Tensor | None = None  # [num_heads], learned logits without a key or a value
+    sinks: torch.Tensor | None = None  # [num_heads], learned logits that only add to the denominator
+
+    def capped(self, logits: torch.Tensor) -> torch.Tensor:
+        """Apply the soft cap to scaled products."""
+        return self.soft_cap * torch.tanh(logits / self.soft_cap) if self.soft_cap else logits
 
     def sinks_by_kv_head(self, num_kv_heads: int) -> torch.Tensor | None:
         """Return the query heads' sinks, [num_kv_heads, group] float32."""
@@ -30,10 +34,7 @@ class Softmax:
                 `policies.verification.Verification.queries_by_head`.
             is_seen: bool, broadcast to the products.
         """
-        logits = products * self.scale
-        if self.soft_cap:
-            logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
-        logits = logits.masked_fill(~is_seen, float("-inf"))
+        logits = self.capped(products * self.scale).masked_fill(~is_seen, float("-inf"))
         sinks = self.sinks_by_kv_head(products.shape[1])
         if sinks is not None:
             sinks = sinks.repeat(1, products.shape[2] // sinks.shape[1]).unsqueeze(2)

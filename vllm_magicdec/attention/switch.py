@@ -8,6 +8,7 @@ own types goes to vLLM's implementation, so the target's path is untouched.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from vllm.platforms import current_platform
 from vllm.utils.flashinfer import has_flashinfer
 from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
 
-from vllm_magicdec.attention import Implementation, KVRows, attend, torch_attention
+from vllm_magicdec.attention import KVRows, torch_attention
 from vllm_magicdec.attention.flashinfer_attention import Geometry, UnreadableCacheError
 from vllm_magicdec.attention.metadata import DraftMetadata, ObservedMetadata, TokenMetadata
 from vllm_magicdec.attention.native_attention import native_of, takes_view
@@ -167,7 +168,11 @@ class Switch:
         self._cache_dtype = stored_dtype(spec, layer.kv_cache_dtype)
         self._known: tuple[torch.Tensor, KVRows] | None = None  # a KV cache and its rows
         self.plans: CommonLengthPlans | None = None  # None: FlashInfer is not used
-        self._implementation: Implementation = "triton" if device.type == "cuda" else "torch"
+        self._implementation: ModuleType = torch_attention
+        if device.type == "cuda":
+            from vllm_magicdec.attention import triton_attention  # Triton may not be installed
+
+            self._implementation = triton_attention
         self.geometry = Geometry(
             num_heads=impl.num_heads,
             num_kv_heads=spec.num_kv_heads,
@@ -245,16 +250,14 @@ class Switch:
     ) -> None:
         """Write to `output`, shaped as `query` [num_queries, num_heads, head_size]."""
         slots, mask = metadata.slots, metadata.mask
-        options = {**vars(self._softmax), "value_scale": self._scales.value}
+        softmax, value_scale = self._softmax, self._scales.value
         if mask is not None:  # on CPUs only
             padded = query[mask.table]
-            attended = torch_attention.attend_where(padded, rows, slots, mask.is_seen, **options)
+            attended = torch_attention.attend_where(padded, rows, slots, mask.is_seen, softmax, value_scale)
             output.copy_(attended.flatten(0, 1)[mask.cells])
         elif not self._attend_as_planned(query, rows, metadata, output):
-            implementation = self._implementation
-            output.copy_(
-                attend(query, rows, slots, metadata.lens, implementation=implementation, **options)
-            )
+            attend = self._implementation.attend
+            output.copy_(attend(query, rows, slots, metadata.lens, softmax, value_scale))
         if self._scales.value_factors is not None:
             output.mul_(self._scales.value_factors)
 

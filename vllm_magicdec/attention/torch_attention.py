@@ -4,7 +4,7 @@
 import torch
 
 from vllm_magicdec.attention.rows import KVRows
-from vllm_magicdec.attention.softmax import weights_of
+from vllm_magicdec.attention.softmax import Softmax, weights_of
 
 
 def attend(
@@ -12,10 +12,7 @@ def attend(
     rows: KVRows,
     slots: torch.Tensor,
     lens: torch.Tensor,
-    *,
-    scale: float,
-    soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
+    softmax: Softmax,
     value_scale: float = 1.0,
 ) -> torch.Tensor:
     """Gather the rows and compute in float32.
@@ -25,9 +22,6 @@ def attend(
         rows: the layer's cache.
         slots: [num_reqs, num_kv_heads, budget] int32; the first `lens` columns are read.
         lens: [num_reqs] int32, each from 1 to the budget.
-        scale: scale of the logits, times that of an fp8 cache's keys.
-        soft_cap: above 0, logits become `soft_cap * tanh(logits / soft_cap)`.
-        sinks: [num_heads], logits that only add to the softmax's denominator.
         value_scale: scale of an fp8 cache's values.
 
     Returns:
@@ -37,17 +31,7 @@ def attend(
     in_view = torch.arange(slots.shape[-1], device=slots.device) < lens.view(-1, 1, 1)
     # Columns past the view may be invalid slots; the first one is valid.
     slots = torch.where(in_view, slots, slots[..., :1])
-    attended = attend_where(
-        query.unsqueeze(1),
-        rows,
-        slots,
-        in_view,
-        scale=scale,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        value_scale=value_scale,
-    )
-    return attended.squeeze(1)
+    return attend_where(query.unsqueeze(1), rows, slots, in_view, softmax, value_scale).squeeze(1)
 
 
 def attend_where(
@@ -55,11 +39,8 @@ def attend_where(
     rows: KVRows,
     slots: torch.Tensor,  # [num_reqs, num_kv_heads, width] int32, slots of cached tokens
     is_seen: torch.Tensor,  # [num_reqs, num_queries, width] bool; each query sees at least one token
-    *,
-    scale: float,
-    soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,  # [num_heads]
-    value_scale: float = 1.0,
+    softmax: Softmax,
+    value_scale: float,
 ) -> torch.Tensor:
     """Attend from several query tokens per request under a mask; see `attend`.
 
@@ -70,12 +51,11 @@ def attend_where(
     keys, values = rows.gather(slots)  # [num_reqs, num_kv_heads, width, head_size]
     # [num_reqs, num_kv_heads, num_queries, group, head_size]; one product per KV head
     grouped = query.float().unflatten(2, (num_kv_heads, -1)).transpose(1, 2)
-    logits = grouped.flatten(2, 3) @ keys.float().transpose(-1, -2) * scale
-    if soft_cap:
-        logits = soft_cap * torch.tanh(logits / soft_cap)
+    logits = softmax.capped(grouped.flatten(2, 3) @ keys.float().transpose(-1, -2) * softmax.scale)
     logits = logits.unflatten(2, (num_queries, -1)).masked_fill(~is_seen[:, None, :, None], -torch.inf)
+    sinks = softmax.sinks_by_kv_head(num_kv_heads)
     if sinks is not None:
-        sinks = sinks.float().view(1, num_kv_heads, 1, -1, 1)
+        sinks = sinks[:, None, :, None]
     attended = weights_of(logits, sinks).flatten(2, 3) @ values.float() * value_scale
     by_query = attended.unflatten(2, (num_queries, -1)).transpose(1, 2)
     return by_query.flatten(2, 3).to(query.dtype)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from vllm_magicdec.attention.rows import FP8_DTYPES, KVRows
+from vllm_magicdec.attention.softmax import Softmax
 
 MAX_BLOCK_TOKENS = 64
 # One block's keys or values; both must fit into the 99 KB of shared memory on Ada and smaller Ampere GPUs.
@@ -122,10 +123,7 @@ def attend(
     rows: KVRows,
     slots: torch.Tensor,  # [num_reqs, num_kv_heads, budget] int32
     lens: torch.Tensor,  # [num_reqs] int32
-    *,
-    scale: float,
-    soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,  # [num_heads], contiguous
+    softmax: Softmax,  # its sinks are contiguous
     value_scale: float = 1.0,
 ) -> torch.Tensor:
     """Attend without host synchronisation, also in a CUDA graph; see `torch_attention.attend`.
@@ -147,10 +145,10 @@ def attend(
         values,
         slots,
         lens,
-        lens if sinks is None else sinks,
+        lens if softmax.sinks is None else softmax.sinks,
         output,
-        scale,
-        soft_cap,
+        softmax.scale,
+        softmax.soft_cap,
         value_scale,
         *query.stride(),
         *keys.stride(),
@@ -162,7 +160,7 @@ def attend(
         GROUP_PADDED=max(MIN_DOT_ROWS, triton.next_power_of_2(group)),
         HEAD_PADDED=head_padded,
         BLOCK=block_tokens(head_padded, query.element_size()),
-        SOFT_CAP=soft_cap > 0,
-        SINKS=sinks is not None,
+        SOFT_CAP=softmax.soft_cap > 0,
+        SINKS=softmax.sinks is not None,
     )
     return output

@@ -21,12 +21,12 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_magicdec import envs
 from vllm_magicdec.adaptive.draft_plan import DraftLists
-from vllm_magicdec.adaptive.metrics import Counts, DraftFailures, LookupCounters
+from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
 from vllm_magicdec.attention.native_attention import use_native_attention
 from vllm_magicdec.attention.switch import install_switches
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.layer_groups import LayerGroup
-from vllm_magicdec.drafting.loops import Drafts, Loop, Staged, Stepwise, Wide
+from vllm_magicdec.drafting.loops import Drafts, Loop, Stepwise
 from vllm_magicdec.drafting.pauses import Pauses
 from vllm_magicdec.drafting.ports import Cache, Target
 from vllm_magicdec.drafting.sizing import make_views, max_graph_reqs, parse_budget
@@ -93,7 +93,6 @@ class Drafter:
         self._log(vllm_config)
         self.counts = Counts()
         """Counts of this rank; vLLM uses the output of the first tensor-parallel rank."""
-        self._failures = DraftFailures(self.counts)
         self._num_ranks = vllm_config.parallel_config.tensor_parallel_size
         self._loop = self._make_loop(vllm_config)
         self._pauses = Pauses("Drafting", "steps go on without useful drafts")
@@ -111,37 +110,33 @@ class Drafter:
             lookups = DeviceLookups(
                 max_num_reqs, model.max_model_len, vocab_size, device, has_kernels=has_kernels(device)
             )
-            wide = WidePasses(
+            return WidePasses(
                 cast(WideTarget, self._target),  # the engine's configuration refuses other runners
                 lookups,
                 counters,
+                steps,
                 lengths=spec.round_lengths,
                 max_model_len=model.max_model_len,
                 is_alone=is_alone,
                 extra_passes=int(self._cache.is_own),
             )
-            return Wide(wide, steps, self.draft_tokens)
         # This imports Numba.
         from vllm_magicdec.lookup.lookups import open_lookups
 
         # The V2 runner verifies the same number of tokens of every request, drafted or not.
         is_v2 = vllm_config.use_v2_model_runner
-        return Staged(
-            StagedDrafts(
-                self._target,
-                open_lookups(
-                    spec.draft_lookup_sources, max_num_reqs, vocab_size, spec.num_speculative_tokens
-                ),
-                counters,
-                max_num_reqs=max_num_reqs,
-                max_drafts=spec.num_speculative_tokens,
-                max_model_len=model.max_model_len,
-                is_probabilistic=spec.draft_sample_method == "probabilistic",
-                is_alone=is_alone,
-                min_gain=0.0 if is_v2 else MIN_PASS_GAIN,
-                min_acceptance=0.0 if is_v2 else MIN_DRAFT_ACCEPTANCE,
-                max_added=self._cache.max_added,
-            )
+        return StagedDrafts(
+            self._target,
+            open_lookups(spec.draft_lookup_sources, max_num_reqs, vocab_size, spec.num_speculative_tokens),
+            counters,
+            max_num_reqs=max_num_reqs,
+            max_drafts=spec.num_speculative_tokens,
+            max_model_len=model.max_model_len,
+            is_probabilistic=spec.draft_sample_method == "probabilistic",
+            is_alone=is_alone,
+            min_gain=0.0 if is_v2 else MIN_PASS_GAIN,
+            min_acceptance=0.0 if is_v2 else MIN_DRAFT_ACCEPTANCE,
+            max_added=self._cache.max_added,
         )
 
     def _log(self, vllm_config: VllmConfig) -> None:
@@ -207,8 +202,8 @@ class Drafter:
 
     def warm_up_lookups(self, texts: Texts) -> None:
         """Compile the lookups on the device; see `WidePasses.warm_up`."""
-        assert isinstance(self._loop, Wide)
-        self._loop.passes.warm_up(texts)
+        assert isinstance(self._loop, WidePasses)
+        self._loop.warm_up(texts)
 
     def draft(
         self,
@@ -229,7 +224,7 @@ class Drafter:
         """
         is_paused = not self._pauses.is_over()
         if is_paused:
-            self._failures.count(paused_rounds=1)
+            self.counts.add("paused_rounds")
             if not self._cache.is_own:  # it follows the target even in a pause
                 return None
         try:
@@ -239,7 +234,7 @@ class Drafter:
             self._cache.begin_round(batch)
             if is_paused:
                 return None
-            if isinstance(self._loop, Staged) and read_histories is not None:
+            if isinstance(self._loop, StagedDrafts) and read_histories is not None:
                 self._stage = "histories"
                 batch = replace(batch, histories=read_histories(batch))
             self._stage = "selection"  # until `_prepare` returns
@@ -297,8 +292,8 @@ class Drafter:
     def finish_request(self, req_id: str, answer: Sequence[int]) -> None:
         """Between rounds, pass a finished request and all verified tokens after its prompt to lookups."""
         try:
-            if isinstance(self._loop, Staged):
-                self._loop.passes.finish(req_id, answer)
+            if isinstance(self._loop, StagedDrafts):
+                self._loop.finish(req_id, answer)
         except Exception:
             self.record_failure("lookup")
 
@@ -316,10 +311,10 @@ class Drafter:
 
     def _record_failed_round(self, stage: str) -> None:
         self.record_failure(stage)
-        self._failures.count(draft_failures=1)
+        self.counts.add("draft_failures")
         # A failure during a pause is no failed retry, so it does not extend the pause.
         if not self._pauses.is_on and self._pauses.note_failure():
-            self._failures.count(draft_pauses=1)
+            self.counts.add("draft_pauses")
 
     def _end_worker(self) -> NoReturn:
         """End the process at once, so that vLLM ends the engine.

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a round's drafts are made: step by step, or with passes that check looked-up tokens."""
+"""How a round's drafts are made: here step by step.
+
+`staged.py` and `wide_passes.py` have loops whose passes check looked-up tokens.
+"""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,8 +12,6 @@ import torch
 
 from vllm_magicdec.adaptive.draft_plan import DraftLists
 from vllm_magicdec.drafting.ports import Target
-from vllm_magicdec.drafting.staged import StagedDrafts
-from vllm_magicdec.drafting.wide_passes import WidePasses
 from vllm_magicdec.views.round import Batch, Round
 
 
@@ -51,7 +52,7 @@ class Stepwise:
 
     def __init__(self, target: Target, buffer: torch.Tensor) -> None:
         self._target = target
-        self._buffer = buffer
+        self.buffer = buffer
 
     def draft(self, batch: Batch, num_steps: int, prepare: Prepare) -> Drafts:
         """See `Loop`."""
@@ -60,42 +61,6 @@ class Stepwise:
             tokens = self._target.run(round_.step(index, tokens)).tokens
             sampled.append(tokens)
         num_reqs = len(batch.req_ids)
-        drafts = self._buffer[:num_reqs, :num_steps]
+        drafts = self.buffer[:num_reqs, :num_steps]
         drafts.copy_(torch.stack(sampled, dim=1))
         return Drafts(drafts, np.full(num_reqs, num_steps), num_steps)
-
-
-class Staged:
-    """Passes that check tokens looked up on the host, as few as they allow."""
-
-    def __init__(self, passes: StagedDrafts) -> None:
-        self.passes = passes
-
-    def draft(self, batch: Batch, num_steps: int, prepare: Prepare) -> Drafts:
-        """See `Loop`."""
-        lists = self.passes.draft(batch, num_steps, prepare)
-        return Drafts(lists, np.array(lists.num_checked), lists.num_passes)
-
-
-class Wide:
-    """Passes over all of a round's tokens that check tokens looked up on the device, or steps.
-
-    Args:
-        buffer: [max_num_reqs, max_num_steps] int64, the drafts of a round.
-    """
-
-    def __init__(self, passes: WidePasses, steps: Stepwise, buffer: torch.Tensor) -> None:
-        self.passes = passes
-        self._steps = steps
-        self._buffer = buffer
-
-    def draft(self, batch: Batch, num_steps: int, prepare: Prepare) -> Drafts:
-        """See `Loop`."""
-        num_reqs, num_passes = len(batch.req_ids), self.passes.begin_round(batch, num_steps)
-        round_ = prepare(is_wide=num_passes > 0)
-        drafts = self._buffer[:num_reqs, :num_steps]
-        num_passes = self.passes.draft(drafts, batch, round_, num_passes)
-        if num_passes:
-            return Drafts(drafts, np.full(num_reqs, num_passes), num_passes)
-        self.passes.count_steps(num_steps)
-        return self._steps.draft(batch, num_steps, lambda *, is_wide=False: round_)

@@ -24,9 +24,10 @@ from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
 from vllm_magicdec.policies.base import Engine, Limits, Observe, SwitchAttention
+from vllm_magicdec.views.pages import PageViews
 from vllm_magicdec.views.round import Views
 from vllm_magicdec.views.selections import Budget
-from vllm_magicdec.views.windows import make_reached_views
+from vllm_magicdec.views.windows import ReachedPages
 
 # Rows of a draft graph per request, and rows that pad a small batch, at most. Draft steps mostly read
 # weights, so padding costs little; every graph costs start-up time, for each kind of step and again while
@@ -108,12 +109,8 @@ def make_views(
         has_key_bias=_has_key_bias(model.hf_text_config),
     )
     if group.reach is not None:
-        return make_reached_views(
-            group.reach,
-            max_tokens=spec.budget_tokens(engine.limits.max_model_len),
-            draft_slots=engine.make_draft_slots(),
-            device=device,
-        )
+        slots, max_tokens = engine.make_draft_slots(), spec.budget_tokens(engine.limits.max_model_len)
+        return PageViews(ReachedPages(group.reach, max_tokens, slots), slots)
     return spec.policy.make_views(spec, engine, parse_budget(spec, engine.limits))
 
 

@@ -12,7 +12,7 @@ request may end early when its drafts are unlikely to be accepted. With a contro
 these limits, and looked-up tokens may also be verified unchecked: after a request's drafts or alone.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING
@@ -25,6 +25,7 @@ from vllm_magicdec import envs
 from vllm_magicdec.adaptive.draft_plan import DraftLists, DraftPlan, bucket_of
 from vllm_magicdec.adaptive.metrics import LookupCounters
 from vllm_magicdec.drafting.confidence import Confidence, Evidence, Predicted
+from vllm_magicdec.drafting.loops import Drafts, Prepare
 from vllm_magicdec.drafting.pauses import Pauses
 from vllm_magicdec.drafting.ports import Target
 from vllm_magicdec.lookup.continuation import MIN_ACCEPTANCE, Continuation
@@ -77,7 +78,7 @@ class _Proposed:
 
 
 class StagedDrafts:
-    """Drafts rounds in as few passes as lookups allow. Waits for the device after every pass.
+    """Drafts rounds in as few passes as lookups allow (a `Loop`). Waits for the device after every pass.
 
     Args:
         max_drafts: per request and round.
@@ -122,28 +123,25 @@ class StagedDrafts:
         self._confidence = Confidence()
         self._proposed: dict[str, _Proposed] = {}
 
-    def draft(self, batch: Batch, num_steps: int, prepare: Callable[[], Round]) -> DraftLists:
-        """Draft a round.
+    def draft(self, batch: Batch, num_steps: int, prepare: Prepare) -> Drafts:
+        """Draft a round; none for requests that cannot use them.
 
         Args:
             batch: the round's requests, with their histories.
             num_steps: maximum drafts of a request; a `DraftPlan` also sets thresholds and use of lookups.
             prepare: prepares the round's views; called only before passes.
-
-        Returns:
-            Drafts by request; empty for requests that cannot use them.
         """
         self._looks_up, self._has_looked_up = self._lookup_pauses.is_over(), False
         drafts = self._draft_round(batch, num_steps, prepare)
         if self._looks_up and self._has_looked_up:
             self._lookup_pauses.note_success()
-        return drafts
+        return Drafts(drafts, np.array(drafts.num_checked), drafts.num_passes)
 
     def finish(self, req_id: str, answer: Sequence[int]) -> None:
         """Record a finished request's answer; see `Drafter.finish_request`."""
         self._lookups.finish(req_id, np.array(answer, dtype=np.int32))
 
-    def _draft_round(self, batch: Batch, num_steps: int, prepare: Callable[[], Round]) -> DraftLists:
+    def _draft_round(self, batch: Batch, num_steps: int, prepare: Prepare) -> DraftLists:
         room = (self._max_model_len - batch.context_lens).tolist()
         # Drafts of unfinished prompts or beyond the model's length would be dropped.
         drafting = [

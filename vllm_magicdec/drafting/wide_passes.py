@@ -20,6 +20,7 @@ import torch
 
 from vllm_magicdec import envs
 from vllm_magicdec.adaptive.metrics import LookupCounters
+from vllm_magicdec.drafting.loops import Drafts, Prepare, Stepwise
 from vllm_magicdec.drafting.pauses import Pauses
 from vllm_magicdec.drafting.ports import Target
 from vllm_magicdec.lookup.device_lookups import DeviceLookups
@@ -58,9 +59,10 @@ class _Sent:
 
 
 class WidePasses:
-    """Drafts rounds by passes over all of their tokens.
+    """Drafts rounds by passes over all of their tokens where these save time (a `Loop`).
 
     Args:
+        steps: drafts the other rounds; its buffer holds the drafts of all.
         lengths: numbers of drafts for which wide passes are prepared.
         max_model_len: tokens; rounds that may reach it get passes of one token.
         is_alone: no other rank has to draft the same, so lookup failures need not be fatal.
@@ -72,6 +74,7 @@ class WidePasses:
         target: WideTarget,
         lookups: DeviceLookups,
         counters: LookupCounters,
+        steps: Stepwise,
         *,
         lengths: Collection[int],
         max_model_len: int,
@@ -81,6 +84,7 @@ class WidePasses:
         self._target = target
         self._lookups = lookups
         self._counters = counters
+        self._steps = steps
         self._is_alone = is_alone
         self._pauses = Pauses("A lookup", "every draft takes a pass of its own")
         self._max_model_len = max_model_len
@@ -110,19 +114,26 @@ class WidePasses:
         )
         return self._num_passes[num_steps] if is_possible else 0
 
-    def draft(self, drafts: torch.Tensor, batch: Batch, steps: Round, num_passes: int) -> int:
-        """Draft a round.
+    def draft(self, batch: Batch, num_steps: int, prepare: Prepare) -> Drafts:
+        """See `Loop`."""
+        num_reqs, num_passes = len(batch.req_ids), self.begin_round(batch, num_steps)
+        round_ = prepare(is_wide=num_passes > 0)
+        drafts = self._steps.buffer[:num_reqs, :num_steps]
+        if num_passes and self.draft_wide(drafts, batch, round_, num_passes):
+            return Drafts(drafts, np.full(num_reqs, num_passes), num_passes)
+        self._counters.count_round(num_steps, 0, 0)
+        return self._steps.draft(batch, num_steps, lambda *, is_wide=False: round_)
+
+    def draft_wide(self, drafts: torch.Tensor, batch: Batch, steps: Round, num_passes: int) -> bool:
+        """Draft a round by wide passes.
 
         Args:
             drafts: [num_reqs, num_steps] int64, the output.
-            num_passes: returned by `begin_round`.
 
         Returns:
-            n, the number of passes. At least the first n drafts of each request equal those of one-token
-            passes, and their K/V is written. With 0, nothing was drafted and the round's steps may be used.
+            Whether lookups worked. Then at least the first `num_passes` drafts of each request equal those
+            of one-token passes, and their K/V is written. Otherwise the round's steps may be used.
         """
-        if not num_passes:
-            return 0
         num_reqs, num_steps = drafts.shape
         wide = steps.take(Queries.uniform(num_reqs, 0, num_steps), batch.tokens)
         texts, round_ = self._target.texts(batch), _WideRound(batch, num_steps)
@@ -131,17 +142,13 @@ class WidePasses:
                 self._look_up(round_, texts)
             except Exception:
                 self._record_failure()
-                return 0
+                return False
             sampled = self._target.run(replace(wide, tokens=round_.inputs.flatten())).tokens
             drafts.copy_(sampled.view(num_reqs, num_steps))
             round_.update(drafts)
         self._pauses.note_success()
         self._send(round_)
-        return num_passes
-
-    def count_steps(self, num_steps: int) -> None:
-        """Count a round of `num_steps` passes of one token."""
-        self._counters.count_round(num_steps, 0, 0)
+        return True
 
     def _look_up(self, round_: "_WideRound", texts: Texts) -> None:
         num_drafts = round_.num_drafts.clamp(max=round_.inputs.shape[1] - 1)

@@ -39,9 +39,7 @@ class Observation:
     read_keys: Callable[[], torch.Tensor]  # see `keys`
     length: torch.Tensor  # [] int64, valid keys; the last query is at position length - 1
     num_seen: int  # keys from the start that every query sees; a lower bound known to the host
-    scale: float  # scale of the logits, times that of an fp8 cache's keys
-    soft_cap: float  # soft cap of the logits, 0: none
-    sinks: torch.Tensor | None = None  # [num_kv_heads, group] float32, logits of the denominator alone
+    softmax: Softmax
     weigh: Callable[[], torch.Tensor | None] | None = None  # computes `weights` by a kernel
 
     @cached_property
@@ -72,17 +70,16 @@ class Observation:
         # [num_kv_heads, group, window, size], in the cache's dtype: in float32 the product would be slow
         queries = self.queries.view(window, num_kv_heads, -1, size).permute(1, 2, 0, 3)
         # Scaled first: float16 ends at 65,504.
-        queries = (queries.float() * self.scale).to(keys.dtype)
+        queries = (queries.float() * self.softmax.scale).to(keys.dtype)
+        sinks = self.softmax.sinks_by_kv_head(num_kv_heads)
         weights = torch.empty((num_kv_heads, num_tokens), device=keys.device)
         # Head by head: all heads at once would need heads x window x tokens floats.
         for head in range(num_kv_heads):
             product = queries[head].flatten(0, 1) @ keys[head].T
-            logits = product.float().unflatten(0, (-1, window))
-            if self.soft_cap:
-                logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
+            logits = self.softmax.capped(product.float()).unflatten(0, (-1, window))
             logits[..., first:].masked_fill_(hidden, float("-inf"))
-            sinks = None if self.sinks is None else self.sinks[head, :, None, None]
-            weights[head] = weights_of(logits, sinks).sum((0, 1))
+            own_sinks = None if sinks is None else sinks[head, :, None, None]
+            weights[head] = weights_of(logits, own_sinks).sum((0, 1))
         return weights
 
 
@@ -358,8 +355,6 @@ def observe_request(
         read_keys=lambda: cache.keys_by_page(blocks, page_size).transpose(0, 1).flatten(1, 2),
         length=length,
         num_seen=num_seen,
-        scale=softmax.scale,
-        soft_cap=softmax.soft_cap,
-        sinks=softmax.sinks_by_kv_head(cache.num_kv_heads),
+        softmax=softmax,
         weigh=partial(weigh, cache.weigh) if cache.weigh is not None and is_own_page else None,
     )

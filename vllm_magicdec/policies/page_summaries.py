@@ -29,11 +29,6 @@ class PageSummaries:
         self.min_keys = torch.zeros(shape, dtype=dtype, device=engine.device)
         self.max_keys = torch.zeros_like(self.min_keys)
 
-    @property
-    def num_bytes(self) -> int:
-        """Device memory of the summaries."""
-        return 2 * self.min_keys.numel() * self.min_keys.element_size()
-
     def update(
         self,
         layer: int,

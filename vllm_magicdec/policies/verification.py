@@ -98,11 +98,6 @@ class Verification(QueryRecorder):
         """[max_num_reqs, num_queries] int64, into `queries`, of the tokens at `positions`."""
         return self._rows[self.first_request :]
 
-    @property
-    def num_bytes(self) -> int:
-        """Device memory of the queries."""
-        return self.queries.numel() * self.queries.element_size()
-
     def queries_by_head(self, layer: int, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the verification's queries by KV head, and a mask of accepted ones.
 
@@ -200,7 +195,7 @@ class VerificationSelector(Selector):
         longest = ceil_div(engine.limits.max_model_len, self._page_size)
         scratch = min(SCRATCH_BYTES, engine.max_num_reqs * self._scratch_bytes(longest))
         return {
-            "verified queries": self._policy.verification.num_bytes,
+            "verified queries": self._policy.verification.queries.nbytes,
             "a selection's scratch": scratch if self._budget.max_selected else 0,
             **self._policy.memory_bytes,
         }

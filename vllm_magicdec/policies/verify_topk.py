@@ -41,7 +41,7 @@ class VerifyTopK(VerificationPolicy):
     @property
     @override
     def memory_bytes(self) -> Mapping[str, int]:
-        memory = {"page summaries": self.summaries.num_bytes}
+        memory = {"page summaries": 2 * self.summaries.min_keys.nbytes}
         if self.engine.limits.device_type == "cuda":
             from vllm_magicdec.policies.verify_topk_kernels import SCRATCH_BYTES
 

@@ -10,5 +10,4 @@
 | `windows.py` | views of layers that do not see the whole context |
 | `kernels.py` | the same by Triton kernels |
 | `tensors.py` | helpers for tensors of indices |
-| `token_round.py` | a round over slots, step by step or by passes |
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels that prepare a round on a GPU, one for each type of `Views`.
+"""Triton kernels that prepare a round on a GPU, one for views of pages and one for those of tokens.
 
 The torch versions in `pages.py`, `layer_pages.py` and `tokens.py` run where there is no GPU.
 """
@@ -49,93 +49,11 @@ def _write_steps(  # type: ignore[no-untyped-def]
 def _page_round_kernel(  # type: ignore[no-untyped-def]
     context_lens,  # [num_reqs] int64
     block_table,  # [num_reqs, max_blocks] int32
-    num_pages,  # [num_reqs] int64, in budget
-    positions,  # the rest is written
-    slots,
-    lens,  # [max_num_steps, max_num_reqs] int32
-    view_table,  # [max_num_reqs, max_pages] int32
-    table_stride,
-    view_stride,
-    max_num_reqs,
-    max_model_len,
-    num_steps,
-    sink_pages,
-    max_pages,
-    PAGE_SIZE: tl.constexpr,
-    STEPS_PADDED: tl.constexpr,
-    PAGES_PADDED: tl.constexpr,
-):
-    """One program per request; see `pages.PageViews` and `policies.streamingllm`."""
-    req = tl.program_id(0).to(tl.int64)
-    context_len = tl.load(context_lens + req)
-    table = block_table + req * table_stride
-    position, _ = _write_steps(
-        req,
-        context_len,
-        table,
-        positions,
-        slots,
-        max_num_reqs,
-        max_model_len,
-        num_steps,
-        PAGE_SIZE,
-        STEPS_PADDED,
-    )
-    last_page = tl.minimum(context_len + num_steps - 1, max_model_len - 1) // PAGE_SIZE
-    skipped = last_page + 1 - tl.minimum(tl.load(num_pages + req), last_page + 1)
-    columns = tl.arange(0, PAGES_PADDED)
-    is_column = columns < max_pages
-    page = tl.minimum(tl.where(columns < sink_pages, columns, columns + skipped), last_page)
-    tl.store(
-        view_table + req * view_stride + columns, tl.load(table + page, mask=is_column), mask=is_column
-    )
-    steps = tl.arange(0, STEPS_PADDED)
-    seen = position + 1 - skipped * PAGE_SIZE
-    tl.store(lens + steps * max_num_reqs + req, seen.to(tl.int32), mask=steps < num_steps)
-
-
-def write_page_round(
-    batch: Batch,
-    draft_slots: DraftSlots,  # written
-    budget: Budget,
-    num_pages: torch.Tensor,  # [num_reqs] int64, pages in budget, sinks included
-    *,
-    lens: torch.Tensor,  # [max_num_steps, max_num_reqs] int32, written
-    view_table: torch.Tensor,  # [max_num_reqs, >= max_pages] int32, written
-    num_steps: int,
-) -> None:
-    """Write a view of sinks and the latest pages of every request. No host synchronisation."""
-    max_num_steps, max_num_reqs = draft_slots.positions.shape
-    _page_round_kernel[(batch.context_lens.shape[0],)](
-        batch.context_lens,
-        batch.block_table,
-        num_pages,
-        draft_slots.positions,
-        draft_slots.slots,
-        lens,
-        view_table,
-        batch.block_table.stride(0),
-        view_table.stride(0),
-        max_num_reqs,
-        draft_slots.max_model_len,
-        num_steps,
-        budget.num_sinks,
-        budget.max_entries,
-        PAGE_SIZE=draft_slots.page_size,
-        STEPS_PADDED=triton.next_power_of_2(max_num_steps),
-        PAGES_PADDED=triton.next_power_of_2(view_table.shape[1]),
-    )
-
-
-@triton.jit(do_not_specialize=VARYING)
-def _layer_page_round_kernel(  # type: ignore[no-untyped-def]
-    context_lens,  # [num_reqs] int64
-    block_table,  # [num_reqs, max_blocks] int32
-    rows,  # [num_reqs] int64
+    num_pages,  # [num_reqs] int64, in budget, sinks included
+    rows,  # [num_reqs] int64; this and the next three are read if SELECTS
     selected,  # [max_num_reqs, num_layers, 1, max_selected] int32, pages within the request, contiguous
     num_selected,  # [max_num_reqs] int64
     ends,  # [max_num_reqs] int64
-    pages,  # [num_reqs] int64, in budget
     positions,  # the rest is written
     slots,
     lens,  # [max_num_steps, max_num_reqs] int32
@@ -151,33 +69,38 @@ def _layer_page_round_kernel(  # type: ignore[no-untyped-def]
     sink_pages,
     recent,
     max_pages,
+    SELECTS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     STEPS_PADDED: tl.constexpr,
     PAGES_PADDED: tl.constexpr,
 ):
-    """One program per request and layer; see `layer_pages.LayerPageViews`."""
+    """One program per request and layer; see `pages.PageViews` and `layer_pages.LayerPageViews`."""
     req = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1).to(tl.int64)
     context_len = tl.load(context_lens + req)
     table = block_table + req * table_stride
-    row = tl.load(rows + req)
     last_page = tl.minimum(context_len + num_steps - 1, max_model_len - 1) // PAGE_SIZE
     total = last_page + 1
-    budget = tl.load(pages + req)
+    budget = tl.load(num_pages + req)
     sinks = tl.minimum(total, sink_pages)
-    start = tl.maximum(tl.minimum(tl.load(ends + row), total - recent), sinks)
-    count = tl.minimum(tl.load(num_selected + row), tl.maximum(budget - sinks - recent, 0))
-    fits = total <= budget
-    count = tl.where(fits, 0, count)
-    start = tl.where(fits, sinks, tl.maximum(start, total - (budget - sinks - count)))
-
     columns = tl.arange(0, PAGES_PADDED)
     is_column = columns < max_pages
-    own = selected + row * selected_row + layer * selected_layer
-    best = tl.load(own + columns, mask=columns < count, other=0).to(tl.int64)
+    count, start = 0, sinks
+    if SELECTS:
+        row = tl.load(rows + req)
+        fits = total <= budget
+        count = tl.minimum(tl.load(num_selected + row), tl.maximum(budget - sinks - recent, 0))
+        count = tl.where(fits, 0, count)
+        start = tl.maximum(tl.minimum(tl.load(ends + row), total - recent), sinks)
+        start = tl.where(fits, sinks, start)
+    start = tl.maximum(start, total - (budget - sinks - count))
     column = columns - count
     page = tl.where(column < sinks, column, column + start - sinks)
-    page = tl.minimum(tl.where(column < 0, best, page), last_page)
+    if SELECTS:
+        own = selected + row * selected_row + layer * selected_layer
+        best = tl.load(own + columns, mask=columns < count, other=0).to(tl.int64)
+        page = tl.where(column < 0, best, page)
+    page = tl.minimum(page, last_page)
     tl.store(
         view_tables + layer * view_layer + req * view_req + columns,
         tl.load(table + page, mask=is_column),
@@ -201,12 +124,12 @@ def _layer_page_round_kernel(  # type: ignore[no-untyped-def]
         tl.store(lens + steps * max_num_reqs + req, seen.to(tl.int32), mask=steps < num_steps)
 
 
-def write_layer_page_round(
+def write_page_round(
     batch: Batch,
     draft_slots: DraftSlots,  # written
     budget: Budget,
-    selections: Selections,
-    rows: torch.Tensor,  # [num_reqs] int64, rows of the selections
+    num_pages: torch.Tensor,  # [num_reqs] int64, pages in budget, sinks included
+    selections: Selections | None,  # None: sinks and latest pages only
     *,
     lens: torch.Tensor,  # [max_num_steps, max_num_reqs] int32, written
     view_tables: torch.Tensor,  # [num_layers, max_num_reqs, >= max_pages] int32, written
@@ -214,29 +137,31 @@ def write_layer_page_round(
 ) -> None:
     """Write selected pages, sinks and the latest pages by request and layer. No host synchronisation."""
     max_num_steps, max_num_reqs = draft_slots.positions.shape
-    _layer_page_round_kernel[(batch.context_lens.shape[0], view_tables.shape[0])](
+    selected = [batch.context_lens] * 4  # not read
+    selected_strides = (0, 0)
+    if selections is not None:
+        rows = selections.rows(batch.req_ids)
+        selected = [rows, selections.positions, selections.counts, selections.ends]
+        selected_strides = selections.positions.stride()[:2]
+    _page_round_kernel[(batch.context_lens.shape[0], view_tables.shape[0])](
         batch.context_lens,
         batch.block_table,
-        rows,
-        selections.positions,
-        selections.counts,
-        selections.ends,
-        budget.entries(batch.context_lens),
+        num_pages,
+        *selected,
         draft_slots.positions,
         draft_slots.slots,
         lens,
         view_tables,
         batch.block_table.stride(0),
-        selections.positions.stride(0),
-        selections.positions.stride(1),
-        view_tables.stride(0),
-        view_tables.stride(1),
+        *selected_strides,
+        *view_tables.stride()[:2],
         max_num_reqs,
         draft_slots.max_model_len,
         num_steps,
         budget.num_sinks,
         budget.num_recent,
         budget.max_entries,
+        SELECTS=selections is not None,
         PAGE_SIZE=draft_slots.page_size,
         STEPS_PADDED=triton.next_power_of_2(max_num_steps),
         PAGES_PADDED=triton.next_power_of_2(view_tables.shape[2]),

@@ -45,29 +45,28 @@ class LayerPageViews(Views):
     @property
     @override
     def memory_bytes(self) -> Mapping[str, int]:
-        tables = self._block_tables.numel() * self._block_tables.element_size()
-        return {"lists of pages": tables + self._selections.num_bytes, **self._selector.memory_bytes}
+        lists = self._block_tables.nbytes + self._selections.positions.nbytes
+        return {"lists of pages": lists, **self._selector.memory_bytes}
 
     @override
     def prepare(self, batch: Batch, num_steps: int) -> PageRound:
         self._selector.update(batch, num_steps)
         num_reqs = batch.context_lens.shape[0]
-        rows = self._selections.rows(batch.req_ids)
-        if has_kernels(rows.device):
-            from vllm_magicdec.views.kernels import write_layer_page_round
+        if has_kernels(self._lens.device):
+            from vllm_magicdec.views.kernels import write_page_round
 
-            write_layer_page_round(
+            write_page_round(
                 batch,
                 self._draft_slots,
                 self._budget,
+                self._budget.entries(batch.context_lens),
                 self._selections,
-                rows,
                 lens=self._lens,
                 view_tables=self._block_tables,
                 num_steps=num_steps,
             )
         else:
-            self._write(batch, rows, num_steps)
+            self._write(batch, self._selections.rows(batch.req_ids), num_steps)
         lens = self._lens[:num_steps, :num_reqs]
         return PageRound(self._draft_slots, lens, partial(self.capture_view, num_reqs))
 

@@ -27,6 +27,15 @@ def table_width(num_pages: int, page_size: int) -> int:
     return ceil_div(num_pages, unit) * unit
 
 
+def sinks_and_latest(num_columns: int, num_sinks: int, skipped: torch.Tensor) -> torch.Tensor:
+    """Return page numbers, [num_reqs, num_columns] int64: the sinks, then those after `skipped` others.
+
+    `skipped` is [num_reqs] int.
+    """
+    columns = torch.arange(num_columns, device=skipped.device)
+    return torch.where(columns < num_sinks, columns, columns + skipped.unsqueeze(1))
+
+
 @dataclass(frozen=True)
 class PageBudget(Budget):
     """Pages of one request that a draft step may read. Without recent pages none is selected."""
@@ -184,8 +193,9 @@ class PageViews(Views):
                 self._draft_slots,
                 self._policy.budget,
                 self._policy.most_pages(batch.context_lens, num_steps),
+                selections=None,
                 lens=self._lens,
-                view_table=self._block_table,
+                view_tables=self._block_table.unsqueeze(0),
                 num_steps=num_steps,
             )
         else:

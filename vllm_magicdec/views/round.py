@@ -64,9 +64,7 @@ class TargetStep:
     num_unsure: np.ndarray  # [num_reqs] int64, how many of them the target may have rejected
     has_prompt: np.ndarray  # [num_reqs] bool, they belong to a prompt
     seq_lens: torch.Tensor  # [num_reqs] int32 on the device, tokens after it, with rejected ones
-    query_starts: (
-        torch.Tensor
-    )  # [num_reqs + 1] int32 on the device, cumulative numbers of the step's tokens
+    query_starts: torch.Tensor  # [num_reqs + 1] int32 on the device, cumulative numbers of its tokens
 
     @cached_property
     def starts(self) -> torch.Tensor:

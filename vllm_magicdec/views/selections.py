@@ -120,11 +120,6 @@ class Selections:
             self.ends[row : row + 1] = 0
         self._selected_at = {req_id: n for req_id, n in self._selected_at.items() if req_id in self._rows}
 
-    @property
-    def num_bytes(self) -> int:
-        """Device memory of the selected entries."""
-        return self.positions.numel() * self.positions.element_size()
-
     def row(self, req_id: str) -> int:
         """The row of a request of this round's batch, for writing to it without waiting for the device."""
         return self._rows.row(req_id)

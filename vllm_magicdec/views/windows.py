@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import override
 
-from vllm_magicdec.views.pages import ChoosesPages, PageBudget, PageViews
+from vllm_magicdec.views.pages import ChoosesPages, PageBudget, sinks_and_latest
 from vllm_magicdec.views.slots import DraftSlots
 from vllm_magicdec.views.tensors import ceil_div
 
@@ -51,13 +51,17 @@ Reach = SlidingWindow | LocalChunk
 
 
 class ReachedPages(ChoosesPages):
-    """Chooses the latest pages within a layer's reach and a budget; implements `ChoosesPages`."""
+    """Chooses the latest pages within a layer's reach and a budget.
+
+    Args:
+        max_tokens: K/V entries that a draft step may read of a request; a longer reach is cut at its
+            beginning, but never the pages of drafted tokens.
+        draft_slots: those of the view.
+    """
 
     is_sinks_and_latest = True
 
-    def __init__(
-        self, reach: Reach, *, max_tokens: int, draft_slots: DraftSlots, device: torch.device
-    ) -> None:
+    def __init__(self, reach: Reach, max_tokens: int, draft_slots: DraftSlots) -> None:
         self._reach = reach
         self._max_model_len = draft_slots.max_model_len
         page_size, max_num_steps = draft_slots.page_size, draft_slots.positions.shape[0]
@@ -67,7 +71,6 @@ class ReachedPages(ChoosesPages):
         num_pages = min(reached, max(ceil_div(max_tokens, page_size), drafted))
         num_pages = min(num_pages, ceil_div(self._max_model_len, page_size))
         self.budget = PageBudget(page_size, num_sinks=0, min_entries=num_pages, max_entries=num_pages)
-        self._columns = torch.arange(num_pages, device=device)
 
     @override
     def most_pages(self, context_lens: torch.Tensor, num_steps: int) -> torch.Tensor:
@@ -79,23 +82,9 @@ class ReachedPages(ChoosesPages):
         self, context_lens: torch.Tensor, last_pages: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num_pages = self._num_pages(context_lens, last_pages)
-        skipped = (last_pages + 1 - num_pages).unsqueeze(1)
-        return self._columns + skipped, num_pages
+        return sinks_and_latest(self.budget.max_entries, 0, last_pages + 1 - num_pages), num_pages
 
     def _num_pages(self, context_lens: torch.Tensor, last_pages: torch.Tensor) -> torch.Tensor:
         # The first draft is at position `context_lens`.
         first_pages = self._reach.first_seen(context_lens) // self.budget.unit
         return (last_pages + 1 - first_pages).clamp(max=self.budget.max_entries)
-
-
-def make_reached_views(
-    reach: Reach, *, max_tokens: int, draft_slots: DraftSlots, device: torch.device
-) -> PageViews:
-    """Make the views of layers with equal reach.
-
-    Args:
-        max_tokens: K/V entries that a draft step may read of a request; a longer reach is cut at its
-            beginning, but never the pages of drafted tokens.
-    """
-    pages = ReachedPages(reach, max_tokens=max_tokens, draft_slots=draft_slots, device=device)
-    return PageViews(pages, draft_slots)

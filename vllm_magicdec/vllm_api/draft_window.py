@@ -19,7 +19,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_magicdec.config import VllmMethodConfig
 from vllm_magicdec.drafting.layer_groups import is_readable
 from vllm_magicdec.errors import MagicDecConfigError
-from vllm_magicdec.views.pages import PageBudget, table_width
+from vllm_magicdec.views.pages import PageBudget, sinks_and_latest, table_width
 from vllm_magicdec.views.tensors import ceil_div
 from vllm_magicdec.vllm_api.hook import after, before
 
@@ -85,9 +85,7 @@ class DraftWindow:
         whole, seq_lens = common.block_table_tensor, common.seq_lens
         starts = common.query_start_loc[: seq_lens.shape[0] + 1]
         skipped_tokens = self._skipped_tokens(seq_lens, starts)
-        skipped = (skipped_tokens // self._budget.unit).unsqueeze(1)
-        columns = torch.arange(width, device=whole.device)
-        pages = torch.where(columns < self._budget.num_sinks, columns, columns + skipped)
+        pages = sinks_and_latest(width, self._budget.num_sinks, skipped_tokens // self._budget.unit)
         # Columns past the view are never read; any page keeps them valid.
         table = whole.gather(1, pages.clamp_(max=whole.shape[1] - 1))
         return table, seq_lens - skipped_tokens
