@@ -61,8 +61,6 @@ def make_engine(
 
 
 class NoSelector:
-    """A selector that never selects."""
-
     memory_bytes = {}
 
     def update(self, batch: Batch, num_steps: int) -> None:

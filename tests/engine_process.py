@@ -63,7 +63,6 @@ def _clean_up() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process with all of its children when the tests have ended."""
     while os.getppid() == parent:
         time.sleep(1)
     os.killpg(0, signal.SIGKILL)

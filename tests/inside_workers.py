@@ -13,7 +13,6 @@ def draft_of(worker: Any) -> Any:
 
 
 def noted(worker: Any) -> Any:
-    """Return what the watching function of this module notes."""
     return worker.noted
 
 
@@ -212,11 +211,7 @@ def note_saves(worker: Any) -> None:
 
 
 def watch_draft_cache(worker: Any) -> None:
-    """Compare a draft model's KV cache with the target's in every round from now on.
-
-    The target itself must be the draft model, with views of the whole context. Counts the tokens compared,
-    the largest difference, the most catch-up tokens of a round, and the most tokens that the cache lacks.
-    """
+    """Compare the cache of a draft model, the target itself, with the target's in every round."""
     proposer = draft_of(worker)
     cache, is_v2 = proposer._cache, worker.vllm_config.use_v2_model_runner
     seen = worker.noted = {"tokens": 0, "difference": 0.0, "catch_up": 0, "lag": 0}
@@ -236,15 +231,7 @@ def watch_draft_cache(worker: Any) -> None:
 
 
 def compare_caches(worker: Any, seen: dict[str, Any], pairs: Any, tables: Any, ends: list[int]) -> None:
-    """Compare the keys and values of requests' first tokens in pairs of layers.
-
-    Args:
-        worker: of the layers.
-        seen: counts, which are updated.
-        pairs: names of a draft's layer and of the target's.
-        tables: [num_reqs, n] pages.
-        ends: of each request, the number of tokens.
-    """
+    """Compare the first `ends` tokens of requests in `pairs` of a draft's and the target's layers."""
     import numpy as np
     import torch
 

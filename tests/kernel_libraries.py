@@ -39,11 +39,7 @@ def loaded() -> str:
 
 
 def force(name: str) -> None:
-    """Patch torch to report no better instruction set than this library needs.
-
-    Raises:
-        ValueError: This machine cannot execute the library, or there is no such library.
-    """
+    """Patch torch to report no better instruction set; ValueError: this machine cannot execute it."""
     if name not in executable():
         raise ValueError(f"{FORCED}={name}: this machine executes {', '.join(executable()) or 'none'}")
     torch.cpu._is_avx512_bf16_supported = lambda: name == "avx512_bf16"

@@ -25,8 +25,6 @@ _patches = pytest.MonkeyPatch()
 
 
 class RecordedGraph(TorchDispatchMode):
-    """Replaces `torch.cuda.CUDAGraph`."""
-
     def __init__(self) -> None:
         super().__init__()
         self.num_replays = 0
@@ -88,7 +86,6 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install` and `capture`."""
     _patches.undo()
 
 

@@ -16,11 +16,7 @@ def budget_in_pages(
     context_len: int,
     model_len: int,
 ) -> int:
-    """Return the pages that one request may see.
-
-    A `budget` below 1 is a fraction of the context, otherwise it is in tokens. The result covers at least
-    the sinks and the most pages that `num_steps` neighbouring tokens can touch.
-    """
+    """Return the pages a request may see: at least sinks and what `num_steps` neighbours can touch."""
     model_pages = math.ceil(model_len / page_size)
     touched = max(
         (start + num_steps - 1) // page_size - start // page_size + 1 for start in range(page_size)
@@ -44,10 +40,7 @@ def visible_positions(
     num_pages: int,
     model_len: int,
 ) -> list[int]:
-    """Return the positions that draft step `step` of a StreamingLLM round attends to, ascending.
-
-    The round's last drafted token ends the window; a step sees nothing after its own token.
-    """
+    """Return the positions that a StreamingLLM step sees; the last drafted token ends the window."""
     position = min(context_len + step, model_len - 1)
     last_page = min(context_len + num_steps - 1, model_len - 1) // page_size
     pages = list(range(last_page + 1))
@@ -58,7 +51,6 @@ def visible_positions(
 
 
 def slot_of(position: int, blocks: list[int], page_size: int) -> int:
-    """Return the cache slot of a token position."""
     return blocks[position // page_size] * page_size + position % page_size
 
 
@@ -72,10 +64,7 @@ def token_positions(
     budget: int,
     model_len: int,
 ) -> list[int]:
-    """Return the positions that a draft step sees of a token view: chosen ones, sinks and recent tokens.
-
-    These are at most `budget` positions up to the query's own; the oldest recent ones are dropped first.
-    """
+    """Return the positions of a token view: chosen ones, sinks, and as many of the recent as fit."""
     last = min(context_len + step, model_len - 1)
     sinks = [p for p in range(sink) if p <= last]
     recent = [p for p in range(last + 1) if p not in sinks and p >= chosen_until]

@@ -76,7 +76,6 @@ def _adapter(number: int, folder: str) -> Any:
 
 
 def generate_after_reload(llm: Any, batches: list[dict[str, Any]], weights: str) -> Any:
-    """`generate` with the weights of another folder."""
     llm.collective_rpc("reload_weights", kwargs={"weights_path": weights})
     llm.reset_prefix_cache()
     return generate(llm, batches)
@@ -158,7 +157,6 @@ def generate_with_a_cut_file(llm: Any, batches: list[dict[str, Any]], path: str)
 
 
 def generate_and_count(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
-    """`generate`; also returns the increments of the counters of drafts."""
     before = metrics_of(llm)
     results = generate(llm, batches)
     counted = {
@@ -205,10 +203,7 @@ def selections(llm: Any, prompts: list[list[int]], max_tokens: int = 4) -> list[
 
 
 def score(llm: Any, texts: list[dict[str, Any]]) -> list[list[tuple[float, float]]]:
-    """Return (logprob of the token, logprob of the best token) for every token after a prompt.
-
-    Each of `texts` is {"prompt": token ids, "tokens": ids of the answer} and is scored in one pass.
-    """
+    """Return (logprob of the token, logprob of the best token) for every token of the answers."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
@@ -222,7 +217,6 @@ def score(llm: Any, texts: list[dict[str, Any]]) -> list[list[tuple[float, float
 
 
 def _prompt(given: Any) -> dict[str, Any]:
-    """Convert a prompt from JSON to vLLM's format."""
     if isinstance(given, list):
         return {"prompt_token_ids": given}
     if "embeddings_of" in given:

@@ -121,10 +121,7 @@ class Llama:
     def block(
         self, layer: int, hidden: torch.Tensor, position: int, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """Return a block's output, [hidden_size].
-
-        `keys` and `values` are [tokens, kv_heads, head_size] of the other tokens in view.
-        """
+        """Return a block's output; `keys`, `values` [n, kv_heads, head_size]: other tokens in view."""
         normed = self.normed(hidden, f"layers.{layer}.input_layernorm")
         queries = self.project(layer, "q", normed, position)
         keys = torch.cat([keys, self.project(layer, "k", normed, position)[None]])
@@ -142,7 +139,6 @@ class Llama:
         return hidden + self.weights[f"{layers}.mlp.down_proj.weight"] @ (gate * gate.sigmoid() * up)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits, [vocab_size]."""
         head = self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"])
         return head @ self.normed(hidden, "norm")
 
@@ -164,8 +160,6 @@ class Llama:
 
 
 class SpireReference:
-    """Reference logits of a SPIRe draft after verified and drafted tokens."""
-
     def __init__(self, draft: Path, target: Path) -> None:
         self._draft, self._target = Llama(draft), Llama(target)
         self._fields = self._draft.config["spire"]
@@ -189,10 +183,7 @@ class SpireReference:
         return self._draft.project(layer, "k", normed, position), self._draft.project(layer, "v", normed)
 
     def logits(self, activations: torch.Tensor, drafted: list[int]) -> torch.Tensor:
-        """Return logits after each token of `drafted`, [len(drafted), vocab_size].
-
-        The first one is the token that the target sampled last; activations are those of the tokens before.
-        """
+        """Return logits after each of `drafted`; the first of them is what the target sampled last."""
         model, first = self._draft, len(activations)
         held = [  # by block and position: keys and values
             [self.memory(layer, own, position) for position, own in enumerate(activations)]

@@ -21,8 +21,6 @@ def follow(controller: Controller) -> Callable[["Moment"], Choice]:
 
 @dataclass
 class Moment:
-    """The load in one step of a trace."""
-
     num_reqs: int
     context_tokens: int
     acceptance: float

@@ -44,8 +44,6 @@ MACHINES = {
 
 @dataclass(frozen=True)
 class Text:
-    """Acceptance in the requests' text, and the machine."""
-
     draft: float  # acceptance of the draft's own tokens
     lookup: float = 0.0  # acceptance of lookups in predicted stretches
     predicted: float = 0.0  # share of stretches that lookups predict
@@ -119,12 +117,7 @@ def simulate(
     steps=1000,
     num_reqs_at: Callable[[int], int] = lambda tokens: BATCH,
 ) -> float:
-    """Return the tokens per second.
-
-    Args:
-        plan_of: makes a plan from the number of requests and whether the step's time is usable.
-        num_reqs_at: the number of requests, from the tokens so far.
-    """
+    """Return tokens per second; `plan_of` gets the number of requests, and whether a step's time counts."""
     rng, seconds, tokens = random.Random(seed), 0.0, 0
     verified, chance, made, info, num_before = 0, 0.0, PLAIN, RoundInfo(), 0
     for index in range(steps):

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's CPU attention in layers of one KV cache group that differ in their window, against float64.
-
-The kernel is that of the library that the process has loaded: tests run this file in a process of its own
-for each of them.
-"""
+"""vLLM's CPU attention where layers of a group differ in their window; run for every library of kernels."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -118,7 +114,6 @@ class Layers:
         return self.error(index)
 
     def _forward(self, index: int, value_scale: float = 1.0) -> tuple[torch.Tensor, ...]:
-        """Random queries, keys and values, and a layer's output."""
         layer, num_tokens = self.layers[index], int(self.lens.sum())
         query = torch.randn(int(self.starts[-1]), NUM_HEADS, HEAD_SIZE)
         keys = torch.randn(num_tokens, NUM_KV_HEADS, HEAD_SIZE)

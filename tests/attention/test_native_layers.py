@@ -67,7 +67,6 @@ def layer_of(case: Case, name: str, implementation: type = CPUAttentionBackendIm
 
 
 def metadata_of(case: Case) -> SimpleNamespace:
-    """vLLM's, of a decode step of one request over its pages."""
     num_pages = len(case.keys) // PAGE
     table = torch.arange(num_pages, dtype=torch.int32).unsqueeze(0)
     where = dict(query_start_loc=torch.tensor([0, 1], dtype=torch.int32), block_table=table)

@@ -31,8 +31,6 @@ layouts = st.sampled_from(KVCacheLayout)
 
 @dataclass(frozen=True)
 class Case:
-    """A batch of views over one layer's cache."""
-
     keys: torch.Tensor  # [num_slots, num_kv_heads, head_size], as they are stored
     values: torch.Tensor  # [num_slots, num_kv_heads, head_size], as they are stored
     page_size: int
@@ -133,11 +131,7 @@ def cases(
 
 
 def empty_cache(layout: KVCacheLayout, case: Case, *, device: str = "cpu", page_stride: int = 1):
-    """One layer of a cache as vLLM allocates it for this layout.
-
-    With `page_stride`, only every `page_stride`-th block belongs to this cache.
-    Returns [num_blocks, num_kv_heads, page_size, 2 * head_size], full of NaN.
-    """
+    """NaN, [num_blocks, num_kv_heads, page_size, 2 * head_size]; `page_stride`: of the cache's blocks."""
     num_slots, num_kv_heads, head_size = case.keys.shape
     num_blocks = num_slots // case.page_size
     logical = (NUM_LAYERS, num_blocks * page_stride, num_kv_heads, case.page_size, 2 * head_size)
@@ -171,7 +165,6 @@ def run(case: Case, rows: KVRows, implementation: str, device: str = "cpu") -> t
 
 
 def moved(case: Case, distance: float) -> Case:
-    """With other keys."""
     return replace(case, keys=(case.keys.float() + distance).to(case.keys.dtype))
 
 

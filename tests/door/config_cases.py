@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hypothesis strategies for configurations, and checks of their outcome.
-
-Every configuration must be accepted or refused within seconds, without a traceback and before any weight is
-read (the model here has none).
-"""
+"""Strategies for configurations, which are accepted or refused in seconds, before any weight is read."""
 
 import contextlib
 import json
@@ -173,7 +169,6 @@ def is_named(name: str, sentence: str) -> bool:
 
 
 def assert_one_sentence(sentence: str, fields) -> None:
-    """Check that the sentence is one short line that names one of the fields."""
     assert sentence.isprintable() and len(sentence) < LONGEST_SENTENCE, sentence
     as_read = {*fields, *(name.replace("-", "_") for name in fields)}  # by vLLM
     assert any(is_named(name, sentence) for name in as_read), sentence

@@ -253,7 +253,6 @@ def test_a_budget_with_room_for_4_drafts_is_too_small_for_the_16_of_auto(model_d
 
 
 def on_a_gpu(model_dir, monkeypatch, fields, *, v2: bool):
-    """Return the speculative configuration of an engine on a GPU."""
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(v2)))
     config = configure(model_dir, {"method": METHOD})

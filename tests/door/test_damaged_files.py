@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that a configuration names: damaged files, special files, and files that any user may replace.
-
-Each is read, or refused in one sentence that names the field, before weights are read.
-"""
+"""Files of a configuration, damaged or special: read, or refused in a sentence before weights are read."""
 
 import json
 import os

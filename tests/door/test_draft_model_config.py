@@ -117,7 +117,6 @@ def auto_with(profile: str, draft: str | None = None) -> dict:
 
 @pytest.fixture
 def warned(monkeypatch):
-    """Capture warnings of the profile check."""
     lines = []
     monkeypatch.setattr(profiles.logger, "warning_once", lambda text, *values: lines.append(text % values))
     return lambda: [line for line in lines if "profile: " in line]

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README is short, relative links resolve, and every field and metric is documented.
-
-Links within docs/ are checked by `mkdocs build --strict` (`make lint`).
-"""
+"""README, links, fields and metrics in the pages; `mkdocs build --strict` checks links within docs/."""
 
 import re
 from pathlib import Path

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A target that draws a token by a hash of all that it sees through a view, and rounds of its drafts.
-
-One entry too many, too few or out of date, and it draws another token.
-"""
+"""A target that samples by a hash of all that a view shows: one wrong entry, and the token is another."""
 
 import itertools
 import random
@@ -32,10 +29,7 @@ PAGE, WINDOW, NUM_LAYERS, NUM_KV_HEADS = 4, 6, 2, 2
 
 
 class Target:
-    """Four groups of layers: by pages, within a window, by pages of every layer's own, and by tokens.
-
-    `cache` has the tokens of each group by slot.
-    """
+    """Layers by pages, in a window, by pages of each layer, by tokens; `cache` has each group's by slot."""
 
     def __init__(
         self, cache: list[dict[int, int]], max_pass_tokens: int = 10**6, reads_ahead: bool = True
@@ -121,7 +115,6 @@ class Round:
         return [0 if skip else n for n, skip in zip(most, prefilling, strict=True)]
 
     def one_by_one(self) -> list[list[int]]:
-        """The drafts of one pass per token."""
         target = Target([dict(cache) for cache in self.cache])
         drafts, tokens, steps = [], self.batch.tokens, steps_of(self)
         for index in range(self.num_steps):

@@ -48,7 +48,6 @@ class Target:
 
 
 def components_of(made: drafter.Drafter) -> dict[str, float]:
-    """Return the counted failures by component."""
     found = {name.partition(":")[2]: number for name, number in made.counts._added.items()}
     return {component: number for component, number in found.items() if component}
 

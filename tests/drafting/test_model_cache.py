@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft model's cache where the host knows bounds of what was accepted, in simulated engines.
-
-tests/engine/test_own_caches.py has real ones, also those whose host knows the results.
-"""
+"""A draft model's cache where the host knows bounds, simulated; engine/test_own_caches.py has real ones."""
 
 import random
 from dataclasses import dataclass, field

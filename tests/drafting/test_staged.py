@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes with looked-up tokens draft what one pass per token does, and write nowhere else.
-
-The target here is that of `hashing_target.py`; tests/engine/test_draft_lookup.py has real models.
-"""
+"""Passes with looked-up tokens draft what one pass per token does, and write nowhere else."""
 
 import itertools
 import random
@@ -302,8 +299,6 @@ def test_a_round_has_the_thresholds_of_its_bucket(drawn, is_known):
 
 
 class BrokenLookups(RandomLookups):
-    """They work for a while."""
-
     def __init__(self, num_good: int) -> None:
         super().__init__(0)
         self._left = num_good

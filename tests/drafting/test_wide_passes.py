@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes of all of a round's tokens draft what one pass per token does, as far as they get.
-
-The target draws a token by a hash of all that it sees: see `hashing_target.py`.
-tests/engine/test_device_lookups.py has real models, and the logits that are kept for missing drafts.
-"""
+"""Passes of all of a round's tokens draft what one pass per token does, as far as they get."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,8 +17,6 @@ from vllm_magicdec.lookup.history import Texts
 
 
 class WideTarget(Target):
-    """With the texts of its requests."""
-
     def __init__(self, drawn, max_wide_reqs: int = 10**6) -> None:
         super().__init__([dict(cache) for cache in drawn.cache])
         self.most_reqs = max_wide_reqs
@@ -41,8 +35,6 @@ class WideTarget(Target):
 
 
 class RandomLookups:
-    """Any tokens; never an error."""
-
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
 
@@ -54,8 +46,6 @@ class RandomLookups:
 
 
 class KnownDrafts:
-    """What will be drafted."""
-
     def __init__(self, drafts: torch.Tensor) -> None:
         self._drafts = drafts
 
@@ -65,8 +55,6 @@ class KnownDrafts:
 
 
 class BrokenLookups(RandomLookups):
-    """After some."""
-
     def __init__(self, num_good: int) -> None:
         super().__init__(0)
         self._num_good = num_good

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookups on the device: output and drafts do not depend on the number of passes or on the lookups.
-
-On a GPU the host does not have the latest tokens; here the V2 runner looks up the same way on a CPU.
-"""
+"""Lookups on the device, by the V2 runner on a CPU: no number of passes or lookups changes the drafts."""
 
 import engines
 import pytest
@@ -65,10 +62,7 @@ def test_wide_passes_equal_one_pass_per_token(prompts, plain, spec, has_graphs):
 
 @pytest.mark.parametrize("max_num_seqs", [4, 2])
 def test_sampled_drafts_and_their_logits_are_those_of_one_pass_per_token(prompts, plain, max_num_seqs):
-    """Drafts agree up to the number of passes; later ones are verified with the logits kept for them.
-
-    With `max_num_seqs=2` passes run uncaptured, since recorded graphs have no Triton kernels.
-    """
+    """With `max_num_seqs=2` passes are not recorded: recorded graphs have no Triton kernels."""
     batch, expected = on_v2(prompts, plain)
     sampled = {**batch["sampling"], "temperature": 0.8, "seed": 5}
     sampling = [sampled, batch["sampling"]] * (len(batch["prompts"]) // 2)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft model over a sparse view of its own KV cache (`method: magicdec`) changes no output.
-
-test_own_caches.py compares its cache with the target's.
-"""
+"""A draft model over a view of its own KV cache changes no output; test_own_caches.py checks the cache."""
 
 import engines
 import pytest

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Greedy output equals plain decoding's: long requests, recorded graphs, two ranks, custom policies.
-
-test_random_schedules.py has every policy under every schedule.
-"""
+"""Greedy output equals plain decoding's: long requests, recorded graphs, two ranks, custom policies."""
 
 import engines
 import example_policy

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults injected into drafting (`tests/fault_plugin`): they cost speed and are counted by name.
-
-The soak has those of lookups and of the controller.
-"""
+"""Injected faults cost speed and are counted by name; the soak has those of lookups and the controller."""
 
 from collections import Counter
 

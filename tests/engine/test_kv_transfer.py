@@ -28,16 +28,12 @@ def connector(role, path):
 
 @pytest.fixture(scope="module")
 def chosen(prompts, plain):
-    """A batch, and its answers."""
     return few(prompts, plain, number=6, least=101, below=900, tokens=12)
 
 
 @pytest.fixture(scope="module")
 def last_parts(prompts):
-    """Prompts with 0 to 15 of the last 16 tokens, SnapKV's observation window, on pages that are sent.
-
-    A connector sends whole pages, so at least the last token is computed where the request decodes.
-    """
+    """Prompts with 0 to 15 of the last 16 tokens, SnapKV's window, on pages that are sent: whole ones."""
     long = max(prompts, key=len)
     return [long[start : start + 20 * PAGE + rest] for start, rest in enumerate((1, 5, 15, 16, 31, 0))]
 
@@ -82,11 +78,7 @@ def test_prompts_computed_by_another_server(chosen, last_parts, prefilled):
 
 @pytest.mark.parametrize("v2", [False, True], ids=["V1 runner", "V2 runner"])
 def test_prompts_saved_by_the_same_server(chosen, tmp_path, v2):
-    """The first batch is saved, and the second one's prompts are loaded.
-
-    The connector saves a layer's K/V whenever it is shown one: by the target's passes alone, a layer per
-    step.
-    """
+    """A layer's K/V is saved whenever the connector sees one: once a step, by the target's passes alone."""
     batch, truth = chosen
     run = engines.run(
         [("generate_and_note_saves", {"batches": [batch, batch]})],

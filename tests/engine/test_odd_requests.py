@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests at the edges: prompts given as embeddings, of one token and of nearly all, seeds with chunks.
-
-Also what a starting engine refuses; tests/door/ has the other refusals.
-"""
+"""Requests at the edges, and what a starting engine refuses; tests/door/ has the other refusals."""
 
 import engines
 import pytest

@@ -22,7 +22,6 @@ DRAFT_MODEL, SPIRE = "draft", "spire"  # as scenarios are named
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Folders of the drafts."""
     spire = spire_drafts.write(
         tmp_path_factory.mktemp("copying"),
         MODEL,

@@ -99,7 +99,6 @@ def started(command, log, env):
 
 
 def below(pid):
-    """Return all descendants of a process."""
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).children(recursive=True)
     return []
@@ -114,7 +113,6 @@ class Server:
     log: Path
 
     def ray(self):
-        """Return the address of its Ray cluster."""
         said = re.compile(r"Ray at (\S+); replicas start")
         return wait_for(lambda: said.search(self.log.read_text()), self.process, self.log)[1]
 

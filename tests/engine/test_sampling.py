@@ -110,10 +110,7 @@ def assert_same_distribution(
     sampling: dict = SAMPLING,
     **engine,
 ) -> EngineRun:
-    """Compare with a sample of the first seed and, if that is an unlikely one, of the second.
-
-    The second is compared with another truth: the first one may be what was unlikely.
-    """
+    """A second seed, against another truth, decides about an unlikely first sample."""
     p_values = []
     for seed in seeds:
         if p_values:
@@ -137,10 +134,7 @@ def plain_samples_without_limits(small_vocabulary_model) -> Counter:
 
 @pytest.fixture(scope="module")
 def drafts(small_vocabulary_model, tmp_path_factory) -> dict[str, Path]:
-    """Folders of draft models: the target's weights with noise, and a SPIRe draft of as many layers.
-
-    The memory of the SPIRe draft is mostly the input of each block.
-    """
+    """Draft models: the target's weights with noise, and SPIRe, whose memory is mostly a block's input."""
     folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(1)
     model = LlamaForCausalLM.from_pretrained(small_vocabulary_model)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A SPIRe draft (a `model` trained by `magicdec train-draft`) follows its equations, losslessly.
-
-The drafts of the equations are untrained: they are the target's last blocks with noise.
-"""
+"""A SPIRe draft follows its equations, losslessly; here it is the target's last blocks with noise."""
 
 import engines
 import pytest

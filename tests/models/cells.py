@@ -39,8 +39,6 @@ def num_tokens(runner: str) -> int:
 
 
 class Cell(NamedTuple):
-    """One engine of the matrix."""
-
     family: Family
     runner: str
     policy: str
@@ -62,10 +60,7 @@ def prompts(family: Family) -> list[Prompt]:
 
 
 def _with_pictures(tokens: list[int], rng: random.Random) -> Prompt:
-    """Replace some tokens by pictures or a video of the same length.
-
-    A picture's token is 28 x 28 pixels, and a video's token is 28 x 28 pixels in two frames.
-    """
+    """Replace tokens by pictures (28 x 28 pixels per token) or a video (the same in two frames)."""
     if len(tokens) < 40:
         return tokens
     if len(tokens) == VIDEO_PROMPT_LEN:
@@ -97,11 +92,7 @@ class Answers(NamedTuple):
 
 
 def answer(cell: Cell) -> Answers:
-    """Run one cell.
-
-    Raises:
-        engines.RefusedError: The engine's configuration is refused.
-    """
+    """Run one cell; raises `engines.RefusedError` if the engine's configuration is refused."""
     family, runner, policy, budget = cell
     v2 = runner == "V2"
     chosen = V2_PROMPTS if v2 else range(len(PROMPT_LENS))

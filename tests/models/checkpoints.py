@@ -35,7 +35,6 @@ def _directory() -> Path:
 
 
 def model_class(family: Family) -> type[nn.Module]:
-    """Return the family's class of `transformers`."""
     names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if family.is_multimodal:
         names = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -57,7 +56,6 @@ def checkpoint(family: Family) -> Path:
 
 @torch.no_grad()
 def fill(model: nn.Module, family: Family) -> None:
-    """Fill a model with reproducible random weights."""
     generator = torch.Generator().manual_seed(family.seed)
 
     def normal(parameter: torch.Tensor, mean: float, std: float) -> None:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model families: tiny configurations with each family's peculiar settings, and expected refusals.
-
-`test_matrix.py` tests them, and `models_page.py` writes docs/models.md from them.
-"""
+"""Model families in tiny: `test_matrix.py` tests them, `models_page.py` writes docs/models.md from them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -68,7 +65,6 @@ class Family:
 
     @property
     def configuration(self) -> dict[str, Any]:
-        """Return the arguments of `transformers`' configuration class."""
         return dict(self.sizes) if self.is_multimodal else {**_SIZES, **self.sizes}
 
 

@@ -54,10 +54,7 @@ class Batch:
 
 
 def write(bits, layout, pages, places, keys, values) -> None:
-    """Put keys and values [n, num_kv_heads, head_size] into `places` of `pages`, both [n], of a cache.
-
-    `bits` [num_blocks, num_kv_heads, page_size, 2 * head_size] may have any strides of the first two.
-    """
+    """Put keys and values [n, num_kv_heads, head_size] into `places` of `pages`, [n] each."""
     *outer, page_size, content = bits.shape
     count, num_kv_heads, head_size = keys.shape
     all_keys, all_values = bits.view(*outer, 2, page_size * content // 2).unbind(2)

@@ -94,7 +94,6 @@ class Target:
 
 
 def make_rounds(policy: str, granularity: str | None, device: torch.device) -> Callable[[Batch], None]:
-    """What prepares a round of a policy."""
     target = Target(device)
     shape = {"num_layers": NUM_LAYERS, "num_kv_heads": NUM_KV_HEADS, "head_size": HEAD_SIZE}
     hooks = {"observe": target.observe, "switch_attention": target.switch_attention}

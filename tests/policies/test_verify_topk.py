@@ -214,11 +214,7 @@ def test_models_whose_keys_have_a_bias_are_known(config, expected):
     st.booleans(),
 )
 def test_queries_are_stored_without_gaps(lens, num_padding, seed, are_quantised):
-    """A pass may have more requests than whole verifications would fit: `auto` verifies fewer drafts.
-
-    With `cudagraph_mode` FULL vLLM pads the requests where no token pads the batch. Quantised queries are
-    scaled by head.
-    """
+    """`auto` verifies fewer drafts of more requests; with cudagraph_mode FULL, vLLM pads the requests."""
     rng = torch.Generator().manual_seed(seed)
     num_tokens, num_queries = sum(lens), GAMMA + 1
     heads = {**HEADS, "group": GROUP}

@@ -24,8 +24,6 @@ MAX_MORE_FDS = 4
 
 
 class Check(NamedTuple):
-    """One bound."""
-
     bound: str
     value: str
     holds: bool | None  # None if the run is too short to judge
@@ -128,7 +126,6 @@ def checks_of_kill(kill: Mapping[str, Any]) -> list[Check]:
 
 
 def checks_of(record: Mapping[str, Any]) -> list[Check]:
-    """Return all bounds of a record."""
     traffic = checks_of_traffic(record["traffic"]) if "traffic" in record else []
     return [*traffic, *(check for kill in record.get("kills", []) for check in checks_of_kill(kill))]
 

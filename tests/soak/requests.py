@@ -47,8 +47,6 @@ TYPES = {**GREEDY, **SAMPLED}
 
 @dataclass(frozen=True)
 class Request:
-    """A request to /v1/completions."""
-
     type: str
     prompt: Sequence[int]  # token ids
     max_tokens: int

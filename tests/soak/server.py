@@ -85,7 +85,6 @@ class Footprint:
         self._shared: set[Path] = set()
 
     def note(self, server: Server) -> None:
-        """Record the server's current processes and shared memory."""
         for process in processes_of(server):
             self._processes.add(process)
             with suppress(OSError):  # it has just ended
@@ -153,7 +152,6 @@ class Watch:
     samples: list[dict[str, Any]] = field(default_factory=list)
 
     async def watch(self, every_s: float) -> None:
-        """Take samples until cancelled."""
         while True:
             await self.take()
             await asyncio.sleep(every_s)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token views against a naive reference: which positions a step sees, and through which slots.
-
-One by one, and as a pass takes them.
-"""
+"""Token views against a naive reference: what a step sees and by which slots, alone and in a pass."""
 
 import random
 from dataclasses import replace

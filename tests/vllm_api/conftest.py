@@ -33,7 +33,6 @@ def configure(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def configure_tiny():
-    """Returns a function that configures an engine of the shipped model on the CPU."""
     register()
 
     def make(**speculative):

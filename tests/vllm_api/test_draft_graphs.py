@@ -61,8 +61,6 @@ def test_graphs_update_the_metadata_of_backends_that_support_it():
 
 @pytest.fixture
 def make_graphs(capture):
-    """Returns a function that creates draft graphs of a configuration, without capturing."""
-
     def make(config, num_queries: int = 1, num_sampled: int = 1) -> list[tuple[int, int]]:
         """Requests and tokens of each graph."""
         step = SimpleNamespace(num_views=1, num_speculative_steps=4)
@@ -121,8 +119,6 @@ def test_starts_of_uneven_passes_are_on_the_device(monkeypatch):
 
 
 class SmallTensors(TorchDispatchMode):
-    """Refuses operators that allocate more than `max_bytes`."""
-
     def __init__(self, max_bytes: int) -> None:
         super().__init__()
         self._max_bytes = max_bytes

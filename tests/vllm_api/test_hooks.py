@@ -17,7 +17,6 @@ from vllm_magicdec.vllm_api.requirements import REQUIRED
 
 
 def attributes() -> list[object]:
-    """Return the current attribute of vLLM at every hook."""
     return [getattr(hook.find_owner(), hook.name) for hook in hooks.HOOKS]
 
 

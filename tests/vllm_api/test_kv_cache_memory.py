@@ -58,7 +58,6 @@ IN_FP8 = dict(dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
 
 
 def num_blocks(config, available=AVAILABLE, **of_specs) -> int:
-    """Of the KV cache that vLLM lays out."""
     groups = ()
     if hasattr(core, "get_global_kv_cache_groups"):  # since vLLM 0.33
         groups = (core.get_global_kv_cache_groups(config, [specs(**of_specs)]),)
@@ -67,7 +66,6 @@ def num_blocks(config, available=AVAILABLE, **of_specs) -> int:
 
 
 def tensor_bytes() -> int:
-    """Of all tensors that there are."""
     gc.collect()
     tensors = [value for value in gc.get_objects() if type(value) is torch.Tensor]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.is_cpu}

@@ -119,7 +119,6 @@ def test_a_view_of_one_chunk_is_not_split_into_chunks(monkeypatch):
 
 
 def group_of(name: str, kernel_block_size: int | None = None, **of_builder) -> SimpleNamespace:
-    """An attention group of a backend of that name."""
     return SimpleNamespace(
         backend=SimpleNamespace(get_name=lambda: name),
         kv_cache_spec=FULL,
