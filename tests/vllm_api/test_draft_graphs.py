@@ -36,10 +36,8 @@ class Group:
 
 
 def test_graphs_update_the_metadata_of_backends_that_support_it():
-    pages, of_layers, tokens, eager = (
-        Group("pages", True), Group("of_layers", True), Group("tokens", True), Group("eager", False)
-    )  # fmt: skip
-    split = Group("split", True)
+    names = ("pages", "of_layers", "tokens", "eager", "split")
+    pages, of_layers, tokens, eager, split = (Group(name, name != "eager") for name in names)
     split.kernel_block_size = 8
     views = [PageView, LayerPageView, TokenView, PageView, PageView]
     metadata = PageMetadata.__new__(PageMetadata)
@@ -141,13 +139,9 @@ def test_dummy_steps_allocate_no_more_than_one_layer_of_a_view():
         lambda lens: PageView(lens, tables[0, :num_reqs], 8 * width),
     ]
     step = SimpleNamespace(capture_view=lambda index, num_reqs, lens, common_len: views[index](lens))
-    where = {
-        "num_blocks": num_blocks,
-        "page_sizes": [page_size] * len(views),
-        "device": torch.device("cpu"),
-    }
+    sizes = {"num_blocks": num_blocks, "page_sizes": [page_size] * len(views)}
     with SmallTensors(slots[0].nbytes):
-        made = dummy_step(step, num_reqs, common_lens=(None, width), **where)
+        made = dummy_step(step, num_reqs, common_lens=(None, width), device=torch.device("cpu"), **sizes)
     of_tokens, of_layers, of_pages = (part.view for part in made.parts)
     assert of_tokens.common_len == width and of_tokens.lens.tolist() == [width] * num_reqs
     assert of_layers.lens.tolist() == of_pages.lens.tolist() == [8 * width] * num_reqs

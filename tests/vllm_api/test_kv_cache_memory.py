@@ -95,7 +95,7 @@ def test_the_kv_cache_and_what_drafting_keeps_fit_into_what_is_available(model_d
         assert kept > blocks * block_bytes / PAGE * (2 if cache == "fp8" else 1)
 
 
-def test_other_methods_get_all_of_it_and_a_size_that_the_user_gave_is_left(model_dir):
+def test_other_methods_get_all_of_it_and_a_given_size_is_left(model_dir):
     block_bytes = sum(spec.page_size_bytes for spec in specs().values())
     assert num_blocks(configure(model_dir)) == AVAILABLE // block_bytes
     config = configure(model_dir, {"method": METHOD, "draft_kv_policy": "verify-topk"})
