@@ -2,8 +2,12 @@
 """Slow, obvious reference implementations, one request at a time."""
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
+import torch
+
+from vllm_magicdec.attention.softmax import Softmax
 
 
 def budget_in_pages(
@@ -52,6 +56,48 @@ def visible_positions(
 
 def slot_of(position: int, blocks: list[int], page_size: int) -> int:
     return blocks[position // page_size] * page_size + position % page_size
+
+
+def slots_of_pages(pages: Iterable[int], last: int, blocks: list[int], page_size: int) -> set[int]:
+    """Return the cache slots of positions up to `last` in these pages of a request."""
+    positions = (p for page in pages for p in range(page * page_size, (page + 1) * page_size))
+    return {slot_of(p, blocks, page_size) for p in positions if p <= last}
+
+
+def dense_attention(
+    query, keys, values, is_seen, *, scale, value_scale=1.0, soft_cap=0.0, sinks=None
+) -> tuple[torch.Tensor, float]:
+    """Attend in float64, and return also the largest result there were if no two values cancelled.
+
+    `query`, `keys`, `values` [n, num_heads, head_size]; `is_seen` broadcasts to [num_heads, queries, keys].
+    """
+    logits = torch.einsum("qhd,khd->hqk", query.double(), keys.double()) * scale
+    if soft_cap:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    logits = logits.masked_fill(~is_seen, -torch.inf)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.double().view(-1, 1, 1).expand(-1, len(query), 1)], dim=-1)
+    weights = logits.softmax(-1)[..., : len(keys)]
+    values = values.double() * value_scale
+    result = torch.einsum("hqk,khd->qhd", weights, values)
+    return result, torch.einsum("hqk,khd->qhd", weights, values.abs()).amax().item()
+
+
+def page_scores(softmax: Softmax, queries, least, greatest) -> torch.Tensor:
+    """Softmax over the bounds of pages' logits, summed over queries and heads, [num_pages] float64.
+
+    `queries` [n, num_heads, size]; the pages' keys `least`, `greatest` [num_kv_heads, num_pages, size].
+    """
+    num_kv_heads, num_pages, _ = least.shape
+    query = queries.double().unflatten(1, (num_kv_heads, -1)).unsqueeze(3)
+    bounds = torch.maximum(query * least.unsqueeze(1), query * greatest.unsqueeze(1)).sum(-1)
+    logits = bounds * softmax.scale
+    if softmax.soft_cap:
+        logits = softmax.soft_cap * torch.tanh(logits / softmax.soft_cap)
+    if softmax.sinks is not None:
+        sinks = softmax.sinks.cpu().double().view(num_kv_heads, -1, 1)
+        logits = torch.cat([logits, sinks.expand(*logits.shape[:-1], 1)], -1)
+    return logits.softmax(-1)[..., :num_pages].sum((0, 1, 2))
 
 
 def token_positions(

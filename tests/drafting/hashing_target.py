@@ -10,8 +10,6 @@ import torch
 from batches import NoSelector, make_batch, make_selections, make_slots
 from hypothesis import strategies as st
 
-from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
-from vllm_magicdec.drafting.staged import StagedDrafts
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.policies.streamingllm import StreamingLLM
 from vllm_magicdec.views import round as round_types
@@ -121,20 +119,6 @@ class Round:
             tokens = target.run(steps.step(index, tokens)).tokens
             drafts.append(tokens.tolist())
         return [list(own)[:n] for own, n in zip(zip(*drafts, strict=True), self.wanted, strict=True)]
-
-    def staged(
-        self, lookups, max_pass_tokens: int = 10**6, reads_ahead: bool = True
-    ) -> tuple[list[list[int]], Target, dict[str, int]]:
-        """Return the drafts of staged passes, the target with their writes, and the counters."""
-        target = Target([dict(cache) for cache in self.cache], max_pass_tokens, reads_ahead)
-        counters = LookupCounters(Counts())
-        sizes = {"max_num_reqs": len(self.tables), "max_drafts": self.num_steps}
-        staged = StagedDrafts(target, lookups, counters, max_model_len=self.model_len, **sizes)
-        drafts = staged.draft(self.batch, self.num_steps, lambda: steps_of(self))
-        counted = {name.removeprefix("lookup_"): n for name, n in counters.totals.items()}
-        assert counted["passes"] == len(target.pass_lens) and not counted["cut_tokens"]
-        assert [len(own) for own in drafts] == [max(0, n) for n in self.wanted]
-        return drafts, target, counted
 
 
 @st.composite

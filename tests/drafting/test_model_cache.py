@@ -46,12 +46,7 @@ class ImaginedEngine:
     """
 
     def __init__(
-        self,
-        seed: int,
-        *,
-        is_async: bool = False,
-        max_num_tokens: int = 24,
-        lookup: str = "off",
+        self, seed: int, *, is_async: bool = False, max_num_tokens: int = 24, lookup: str = "off"
     ) -> None:
         self._rng = random.Random(seed)
         self._is_async = is_async

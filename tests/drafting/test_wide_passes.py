@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hashing_target import Target, assert_only_lookahead_was_written, rounds, steps_of
-from hypothesis import given, settings
+from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
 from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
@@ -87,6 +87,10 @@ def all_fit(drawn) -> bool:
     return fit and drawn.num_steps > 1 and not all(drawn.batch.is_prefilling)
 
 
+def a_round(is_wanted=all_fit):
+    return find(rounds(), lambda drawn: drawn.num_steps > 2 and is_wanted(drawn), settings=settings())
+
+
 def one_by_one(drawn) -> torch.Tensor:
     """Also the drafts of requests whose prompt is not all there."""
     whole = replace(drawn, batch=replace(drawn.batch, is_prefilling=[False] * len(drawn.tables)))
@@ -145,7 +149,7 @@ def test_the_host_waits_only_for_drafts_that_are_made(monkeypatch):
 
     sent = module._Sent
     monkeypatch.setattr(module, "_Sent", send)
-    drawn = _a_round(all_fit)
+    drawn = a_round()
     wide, _ = wide_passes(WideTarget(drawn), drawn, RandomLookups(0), 1)
     drafts = torch.zeros((len(drawn.tables), drawn.num_steps), dtype=torch.int64)
     for round_ in range(1, 8):
@@ -154,7 +158,7 @@ def test_the_host_waits_only_for_drafts_that_are_made(monkeypatch):
 
 
 def test_rounds_that_wide_passes_do_not_suit_take_passes_of_one_token():
-    drawn = _a_round(lambda drawn: all_fit(drawn) and len(drawn.tables) == 3)
+    drawn = a_round(lambda drawn: all_fit(drawn) and len(drawn.tables) == 3)
     drafts = torch.zeros((3, drawn.num_steps), dtype=torch.int64)
     target = WideTarget(drawn, max_wide_reqs=2)
     wide, counters = wide_passes(target, drawn, RandomLookups(0), 2)
@@ -171,7 +175,7 @@ def test_rounds_that_wide_passes_do_not_suit_take_passes_of_one_token():
 
 def test_lookups_that_fail_leave_the_round_to_passes_of_one_token(monkeypatch):
     monkeypatch.setenv("VLLM_MAGICDEC_STRICT", "0")
-    drawn = _a_round(all_fit)
+    drawn = a_round()
     drafts = torch.zeros((len(drawn.tables), drawn.num_steps), dtype=torch.int64)
     # Also after the first of two passes, whose drafts the steps then make anew.
     target = WideTarget(drawn)
@@ -194,16 +198,3 @@ def test_lookups_that_fail_leave_the_round_to_passes_of_one_token(monkeypatch):
     wide, _ = wide_passes(WideTarget(drawn), drawn, BrokenLookups(0), 2, is_alone=False)
     with pytest.raises(RuntimeError, match="on purpose"):
         draft_round(wide, drafts, drawn.batch, steps_of(drawn))
-
-
-def _a_round(is_wanted):
-    found = []
-
-    @settings(max_examples=500, deadline=None, derandomize=True, database=None)
-    @given(rounds())
-    def look(drawn):
-        if not found and drawn.num_steps > 2 and is_wanted(drawn):
-            found.append(drawn)
-
-    look()
-    return found[0]

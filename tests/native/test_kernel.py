@@ -14,12 +14,12 @@ from kernel_cases import (  # noqa: F401
     kernel_of,
     readings,
     shared_batch,
-    truth,
     two_threads,
     variants,
     variants_and_layouts,
     write,
 )
+from reference import dense_attention
 from vllm.platforms import current_platform
 
 SOFT_CAP = 20.0  # of the comparison with vLLM's kernel
@@ -49,7 +49,7 @@ def test_pages_are_attended_to_as_in_float64(variant, layout, data, threads):
             for half in (batch.keys, batch.values)
         )
         part = slice(*batch.starts[request : request + 2].tolist())
-        expected = truth(batch.query[part], keys, values, is_seen, **batch.options)
+        expected = dense_attention(batch.query[part], keys, values, is_seen, **batch.options)
         check(output[part], *expected, batch.options["soft_cap"])
 
 
