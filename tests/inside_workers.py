@@ -120,7 +120,7 @@ def forget_failures(worker: Any) -> None:
 
 
 def draft_twice(worker: Any) -> None:
-    """Draft every round by wide passes and by one pass per token, and compare."""
+    """Draft every round by wide passes and by one pass per token; count what differs."""
     from collections import Counter
 
     import torch
@@ -184,10 +184,12 @@ def draft_twice(worker: Any) -> None:
 
 
 def note_inputs(worker: Any) -> None:
-    names = worker.noted = set()
+    noted = worker.noted = {"inputs": []}  # of forward passes of the target, by name
 
     def note(model: Any, args: Any, inputs: dict[str, Any]) -> None:
-        names.add(tuple(sorted(name for name, value in inputs.items() if value is not None)))
+        names = sorted(name for name, value in inputs.items() if value is not None)
+        if names not in noted["inputs"]:
+            noted["inputs"].append(names)
 
     worker.model_runner.get_model().register_forward_pre_hook(note, with_kwargs=True)
 
@@ -196,7 +198,7 @@ def note_saves(worker: Any) -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector = get_kv_transfer_group()
-    counted = worker.noted = {"steps": 0, "saves": {}}
+    counted = worker.noted = {"steps": 0, "saves": {}}  # that a KV connector saw, and of each layer
     bind, save = connector.bind_connector_metadata, connector.save_kv_layer
 
     def bind_and_note(metadata: Any) -> None:

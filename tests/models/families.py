@@ -33,35 +33,20 @@ VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = range(_TEXT_TOKENS, _TEXT_TOKEN
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """A family of models and its tiny configuration.
+    """A family of models and its tiny configuration."""
 
-    Attributes:
-        name: Name on the page.
-        model_type: Configuration name of `transformers`.
-        sizes: Configuration fields in addition to, or instead of, the common ones.
-        peculiar: Settings that the tiny model shares with large ones, for the page.
-        refusals: By policy, the beginning of the expected error message; everything else works.
-        engine: Arguments of every engine for this family.
-        embedding_std: Standard deviation of embeddings; if large, a tied head repeats the latest token.
-        seed: Seed of the weights, chosen so that no two best logits are close for the matrix's prompts.
-        caches_prefixes: Whether vLLM's CPU build supports prefix caching and chunked prefill for it.
-        window_excess: Tokens by which vLLM's windows are longer than those of `transformers`.
-        is_local: Every layer has a window, so a view of the window's length holds all visible tokens.
-        is_multimodal: Prompts have images or video.
-    """
-
-    name: str
-    model_type: str
-    sizes: Mapping[str, Any]
-    peculiar: str
-    refusals: Mapping[str, str] = field(default_factory=dict)
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    embedding_std: float = 1.0
-    seed: int = 0
-    caches_prefixes: bool = True
-    window_excess: int = 0
-    is_local: bool = False
-    is_multimodal: bool = False
+    name: str  # on the page
+    model_type: str  # of `transformers`
+    sizes: Mapping[str, Any]  # fields in addition to, or instead of, the common ones
+    peculiar: str  # settings that the tiny model shares with large ones, for the page
+    refusals: Mapping[str, str] = field(default_factory=dict)  # by policy, how the error message begins
+    engine: Mapping[str, Any] = field(default_factory=dict)  # arguments of every engine
+    embedding_std: float = 1.0  # if large, a tied head repeats the latest token
+    seed: int = 0  # chosen so that no two best logits are close for the matrix's prompts
+    caches_prefixes: bool = True  # and chunks prompts, in vLLM's CPU build
+    window_excess: int = 0  # tokens by which vLLM's windows are longer than those of `transformers`
+    is_local: bool = False  # every layer has a window, so a view of that length holds all visible tokens
+    is_multimodal: bool = False  # prompts have images or video
 
     @property
     def configuration(self) -> dict[str, Any]:
