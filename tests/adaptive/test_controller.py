@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from extended import extended_except
 from imagined_engine import BUDGET, Engine, alike, all_choices, make_controller
 
 from vllm_magicdec.adaptive.controller import Controller
@@ -23,8 +22,7 @@ def follow(controller: Controller) -> Callable[["Moment"], Choice]:
 class Moment:
     num_reqs: int
     context_tokens: int
-    acceptance: float
-    """Of each draft."""
+    acceptance: float  # of each draft
 
 
 # The load by tokens so far, so that every choice does the same work.
@@ -122,7 +120,7 @@ class EngineWithExpensiveChanges(Engine):
         return measured
 
 
-@pytest.mark.parametrize("name", extended_except("long", ["long", "long-but-rejected"]))
+@pytest.mark.parametrize("name", ["long", pytest.param("long-but-rejected", marks=pytest.mark.extended)])
 def test_trials_cost_less_than_a_hundredth_of_the_time_as_measured(name: str) -> None:
     """Even if they take longer than predicted. The calibration in the first steps does not count."""
     controller, trace = make_controller(), TRACES[name]

@@ -83,18 +83,13 @@ def draft(
     """Return drafts per request, draft steps, the acceptance of a draft, and the round's bucket."""
     if not plan:
         return 0, 0, 0.0, 0
-    found = (
-        Continuation([0] * text.num_found, [text.lookup] * text.num_found)
-        if is_predicted
-        else Continuation()
-    )
+    num_found = text.num_found if is_predicted else 0
+    found = Continuation([0] * num_found, [text.lookup] * num_found)
     bucket = bucket_of(sum(reached for reached in found.reached if reached >= MIN_ACCEPTANCE))
     plan = plan.for_bucket(bucket)
     likely = [reached for reached in found.reached if reached >= max(plan.min_acceptance, MIN_ACCEPTANCE)]
-    if (
-        plan.lookups_alone
-        or num_reqs * sum(r - plan.min_acceptance for r in likely) >= plan.min_expected_accepted
-    ):
+    expected = num_reqs * sum(reached - plan.min_acceptance for reached in likely)
+    if plan.lookups_alone or expected >= plan.min_expected_accepted:
         return len(likely), 0, text.lookup, bucket
     own, num_steps = _RequestDrafts(int(plan)), 0
     while _unfinished({0: own}, plan):

@@ -163,9 +163,8 @@ def text_of(value) -> str:
 def is_named(name: str, sentence: str) -> bool:
     """Return whether a sentence blames a field; after its fault it may list others."""
     blamed = re.split(r"did you mean|It takes ", sentence)[0]
-    return (
-        re.search(rf"(?<![\w.-]){re.escape(str(MagicDecConfigError(name)))}(?![\w.-])", blamed) is not None
-    )
+    shown = re.escape(str(MagicDecConfigError(name)))
+    return re.search(rf"(?<![\w.-]){shown}(?![\w.-])", blamed) is not None
 
 
 def assert_one_sentence(sentence: str, fields) -> None:

@@ -213,9 +213,7 @@ def no_weight_reads() -> None:
         patch.setattr("safetensors.torch.load_file", read)
         patch.setattr("torch.load", read)
         # vLLM waits for two seconds before it retries a read.
-        patch.setattr(
-            "vllm.transformers_utils.repo_utils.time", SimpleNamespace(sleep=lambda seconds: None)
-        )
+        patch.setattr("vllm.transformers_utils.repo_utils.time", SimpleNamespace(sleep=lambda _: None))
         for path in DRAFTS.values():
             configure_draft(path)
         yield
@@ -285,10 +283,8 @@ def test_other_errors_are_not_reported_as_unreadable_drafts(monkeypatch, error_t
     def fail(*args, **kwargs) -> None:
         raise error_type("a fault")
 
-    for owner, attribute in (
-        (SpeculativeConfig, "create_draft_parallel_config"),
-        (speculative, "check_draft_model"),
-    ):
+    calls = {"create_draft_parallel_config": SpeculativeConfig, "check_draft_model": speculative}
+    for attribute, owner in calls.items():
         with monkeypatch.context() as patch:
             patch.setattr(owner, attribute, fail)
             with pytest.raises(error_type, match="a fault"):

@@ -146,10 +146,7 @@ def test_lookups_work_without_feedback_memory(target, tmp_path, monkeypatch):
     assert config.speculative_config.draft_lookup == "on"
     # On GPUs, passes of several tokens need KV pages.
     monkeypatch.setattr(config.device_config, "device_type", "cuda")
-    runner = SimpleNamespace(
-        **{name: getattr(config, name) for name in ("device_config", "model_config")},
-        use_v2_model_runner=True,
-        scheduler_config=config.scheduler_config,
-    )
+    parts = {name: getattr(config, name) for name in ("device_config", "model_config", "scheduler_config")}
+    runner = SimpleNamespace(use_v2_model_runner=True, **parts)
     with pytest.raises(MagicDecConfigError, match="a SPIRe draft reads single tokens; use draft_lo"):
         config.speculative_config._check_lookups(runner)

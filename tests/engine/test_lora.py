@@ -63,9 +63,8 @@ def run(adapters, *, v2: bool, **engine):
     given = batches(adapters)
     if v2:
         given = [{**given[0], "sampling": {**SAMPLING, "max_tokens": V2_TOKENS}}]
-    return engines.run(
-        [("generate", {"batches": given})], v2=v2, max_model_len=MODEL_LEN, max_num_seqs=4, **LORA, **engine
-    )
+    sizes = {"max_model_len": MODEL_LEN, "max_num_seqs": 4}
+    return engines.run([("generate", {"batches": given})], v2=v2, **sizes, **LORA, **engine)
 
 
 @pytest.fixture(scope="module")

@@ -22,16 +22,9 @@ DRAFT_MODEL, SPIRE = "draft", "spire"  # as scenarios are named
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    spire = spire_drafts.write(
-        tmp_path_factory.mktemp("copying"),
-        MODEL,
-        num_layers=2,
-        sinks=4,
-        window=60,
-        noise=0,
-        memory=REMEMBERS_INPUTS * torch.eye(2, 3),
-    )
-    return {DRAFT_MODEL: MODEL, SPIRE: spire}
+    fields = {"sinks": 4, "window": 60, "noise": 0, "memory": REMEMBERS_INPUTS * torch.eye(2, 3)}
+    folder = tmp_path_factory.mktemp("copying")
+    return {DRAFT_MODEL: MODEL, SPIRE: spire_drafts.write(folder, MODEL, num_layers=2, **fields)}
 
 
 def run_watched(models, draft, steps, number=4, lookup="off", **engine):

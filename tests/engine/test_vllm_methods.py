@@ -138,14 +138,8 @@ def test_requests_limit_their_own_drafts(prompts, plain, number):
     batch = {"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}
     none = {**batch, "sampling": {**GREEDY, "extra_args": limit_of(0)}}
     spec = magicdec(number, draft_kv_budget=128)
-    run = engines.run(
-        [
-            ("generate_and_count", {"batches": [none]}),
-            ("generate_and_count", {"batches": [limited(batch)]}),
-        ],
-        max_num_seqs=8,
-        speculative_config=spec,
-    )
+    steps = [("generate_and_count", {"batches": [one]}) for one in (none, limited(batch))]
+    run = engines.run(steps, max_num_seqs=8, speculative_config=spec)
     off, some = run.results
     expected = [plain[i] for i in chosen]
     off_count, some_count = (run["counted"][SPEC_METRIC + "draft_tokens"] for run in (off, some))
