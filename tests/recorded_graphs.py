@@ -75,7 +75,6 @@ def _capturing(graph: RecordedGraph, pool: Any, stream: Any) -> Iterator[None]:
 
 
 def install() -> None:
-    """Replace CUDA graphs with recorded ones in this process."""
     _patches.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
     _patches.setattr(torch.cuda, "graph", _capturing)
     _patches.setattr(cudagraph_utils, "graph_capture", lambda device: contextlib.nullcontext())

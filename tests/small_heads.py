@@ -36,7 +36,6 @@ def _layer(config: dict, inputs: int) -> dict[str, torch.Tensor]:
 
 
 def write_eagle3(folder: Path) -> str:
-    """Write an EAGLE-3 head and return its folder."""
     config, target = _tiny_llama()
     hidden = config["hidden_size"]
     weights = {f"midlayer.{name}": value for name, value in _layer(config, 2 * hidden).items()}

@@ -52,17 +52,9 @@ def write(
             torch.randn(num_layers, num_layers + 1) if memory is None else memory
         )
     save_file({name: weight.contiguous() for name, weight in weights.items()}, path / "model.safetensors")
-    spire = {
-        "version": 1,
-        "target": target.name,
-        "target_num_hidden_layers": num_target_layers,
-        "target_layers": list(range(first, num_target_layers)),
-        "sinks": sinks,
-        "window": window,
-        "num_draft_steps": 4,
-        "feedback_memory": feedback_memory,
-        "target_activations": True,
-    }
+    spire = {"version": 1, "target": target.name, "target_num_hidden_layers": num_target_layers}
+    spire |= {"target_layers": list(range(first, num_target_layers)), "sinks": sinks, "window": window}
+    spire |= {"num_draft_steps": 4, "feedback_memory": feedback_memory, "target_activations": True}
     config |= {
         "architectures": ["MagicDecSpireForCausalLM"],
         "num_hidden_layers": num_layers,
@@ -79,7 +71,6 @@ def write(
 
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Load weights as float32 by name."""
     return {name: weight.float() for name, weight in load_file(path / "model.safetensors").items()}
 
 
@@ -95,7 +86,6 @@ class Llama:
         self.head_size = self.config["head_dim"]
 
     def embed(self, token: int) -> torch.Tensor:
-        """[hidden_size]."""
         return self.weights["model.embed_tokens.weight"][token]
 
     def normed(self, hidden: torch.Tensor, name: str) -> torch.Tensor:

@@ -39,7 +39,6 @@ def drifting(tokens: float) -> Moment:
 
 
 def mixed(tokens: float) -> Moment:
-    """Ever more long requests among short ones, then fewer again."""
     long_ones = round(8 * abs(tokens % 15_000 - 7_500) / 7_500)
     return Moment(8, long_ones * 16_000 + (8 - long_ones) * 200, 0.85)
 

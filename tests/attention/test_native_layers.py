@@ -27,7 +27,6 @@ KEY_SCALE, VALUE_SCALE = 0.7, 1.3
 
 
 def whole_context(name: str) -> Case:
-    """One request with one query token, over all of its context."""
     torch.manual_seed(0)
     num_slots = -(-CONTEXT // PAGE) * PAGE
     halves = (torch.randn(num_slots, KV_HEADS, HEAD_SIZE).to(DTYPES[name]) for _ in range(2))

@@ -88,7 +88,6 @@ def test_auto_uses_lookups_where_supported(model_dir):
 
 @pytest.mark.parametrize("engine", [{}, {"async_scheduling": False}, {"data_parallel_size": 2}])
 def test_auto_sets_scheduler_and_lengths(model_dir, engine):
-    """Dense data-parallel ranks each have such a scheduler."""
     fields = {"num_speculative_tokens": "auto", "max_num_speculative_tokens": 6, "draft_lookup": "off"}
     config = configure(model_dir, {"method": METHOD, **fields}, **engine)
     spec = config.speculative_config

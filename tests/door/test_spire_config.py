@@ -27,18 +27,9 @@ def target(tmp_path_factory) -> str:
 
 def write_draft(path: Path, changes: dict | None = None, **fields) -> str:
     """Write a draft's config.json; configuring an engine needs no weights."""
-    described = {
-        "version": 1,
-        "target": "small",
-        "target_num_hidden_layers": 6,
-        "target_layers": [4, 5],
-        "sinks": 4,
-        "window": 252,
-        "num_draft_steps": 4,
-        "feedback_memory": True,
-        "target_activations": True,
-        **(changes or {}),
-    }
+    target = {"target": "small", "target_num_hidden_layers": 6, "target_layers": [4, 5]}
+    described = {"version": 1, **target, "sinks": 4, "window": 252, "num_draft_steps": 4}
+    described |= {"feedback_memory": True, "target_activations": True, **(changes or {})}
     config = {
         "architectures": ["MagicDecSpireForCausalLM"],
         "model_type": "llama",

@@ -31,8 +31,6 @@ GAMMA, PAGE = 3, 32
 
 
 class Target:
-    """Drafts token 7, or fails."""
-
     is_broken = False
     num_tries = 0
 

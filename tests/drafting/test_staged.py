@@ -177,7 +177,6 @@ class OneThenAll(RandomLookups):
 @settings(max_examples=100, deadline=None)
 @given(rounds(), st.sampled_from([0.6, 0.8, 0.95]), st.sampled_from([0.0, 0.3, 0.7]), st.booleans())
 def test_worthwhile_lookups_follow_the_drafts_unchecked(drawn, chance, min_acceptance, is_probabilistic):
-    """Where no second pass is worth it."""
     expected = drawn.one_by_one()
     staged, target = make_staged(drawn, OneThenAll(chance), is_probabilistic=is_probabilistic)
     drafts = draft(staged, drawn, DraftPlan(drawn.num_steps, min_acceptance, 99.0))

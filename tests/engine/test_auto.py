@@ -16,7 +16,6 @@ pytestmark = pytest.mark.extended
 
 
 def test_the_controller_chooses_and_reports_its_choices(prompts, plain):
-    """In metrics that the dashboard shows."""
     spec = engines.magicdec("auto")
     auto_run = engines.generate(prompts, GREEDY, own_process=True, max_num_seqs=16, speculative_config=spec)
     assert_same_tokens(plain, auto_run.results[0][0], "auto")

@@ -38,7 +38,6 @@ def assert_drafts_are_those_of_one_pass_per_token(twice: dict) -> None:
     ids=["verify-topk", "a draft model", "snapkv from recorded graphs"],
 )
 def test_wide_passes_equal_one_pass_per_token(prompts, plain, spec, has_graphs):
-    """tests/drafting/test_model_cache.py checks a draft model's cache after too few passes."""
     batch, expected = on_v2(prompts, plain)
     batches = {"batches": [batch]}
     random = ("generate_with_random_lookups", {**batches, "seed": 3})

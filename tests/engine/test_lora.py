@@ -91,7 +91,6 @@ def test_every_request_drafts_with_its_own_adapter(adapters, plain, policy, look
 
 
 def test_a_draft_model_drafts_without_adapters_for_requests_with_them(adapters, plain):
-    """Their output is still the adapters'."""
     spec = {**magicdec(GAMMA, draft_kv_budget=64), "method": "magicdec", "model": str(engines.MODEL)}
     got = run(adapters, v2=False, speculative_config=spec)
     for expected, answers in zip(plain, got.results[0], strict=True):

@@ -23,7 +23,6 @@ V1_ENGINE = {
 
 
 def self_drafting(policy: str, **fields) -> dict:
-    """A speculative config with which the target drafts for itself."""
     return {"method": "magicdec-self", **POLICIES[policy], **fields}
 
 

@@ -198,7 +198,6 @@ class Jobs:
         return sum(pq.read_metadata(file).num_rows for file in self.answers.glob("answers-*.parquet"))
 
     def replicas(self):
-        """Return the jobs' replicas, whether or not their engine has started."""
         found = []
         for one in below(self.server.process.pid):
             with suppress(psutil.NoSuchProcess):

@@ -69,7 +69,6 @@ def scores_of_entries(granularity: str, scores: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("engine", [{}, {"max_num_batched_tokens": 64}], ids=["whole prompts", "chunks"])
 def test_the_engines_selection_is_the_references(prompts, engine, granularity):
-    """tests/policies/test_snapkv.py has other numbers of heads."""
     unit, sinks, recent, num_selected = GRANULARITIES[granularity]
     spec = {**SPEC, "draft_kv_granularity": granularity, "draft_kv_sink": SINK, "snapkv_kernel": KERNEL}
     # Twice: the second time every prompt is in the prefix cache, and its queries are not computed.

@@ -23,7 +23,6 @@ SCHEDULE = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "num_gpu_blocks_ov
 
 @pytest.fixture(scope="module")
 def engine_of(tmp_path_factory):
-    """Return the model and speculative config of an engine by method."""
     written = {}
 
     def engine(method: str, **fields: object) -> dict:
@@ -133,7 +132,6 @@ def test_the_controller_drafts_and_reports(prompts, plain, repetitive, engine_of
 
 @pytest.mark.parametrize("number", [4, "auto"])
 def test_requests_limit_their_own_drafts(prompts, plain, number):
-    """All requests take no drafts; then two of three have a limit."""
     chosen = range(0, len(prompts), 2)
     batch = {"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}
     none = {**batch, "sampling": {**GREEDY, "extra_args": limit_of(0)}}

@@ -34,7 +34,6 @@ Prompt = list[int] | dict[str, Any]
 
 
 def num_tokens(runner: str) -> int:
-    """Return the tokens that every request generates."""
     return V2_MAX_TOKENS if runner == "V2" else MAX_TOKENS
 
 
@@ -126,7 +125,6 @@ def plain(family: Family) -> list[dict[str, Any]]:
 
 
 def engine(family: Family) -> dict[str, Any]:
-    """Return the arguments of every engine for a family."""
     return {
         "model": str(checkpoint(family)),
         "skip_tokenizer_init": True,

@@ -97,7 +97,6 @@ def _num_inputs(weight: torch.Tensor) -> int:
 
 
 def _save_processors(path: Path) -> None:
-    """Save the tokenizer and the processors for pictures and videos."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
     tokenizer.add_special_tokens({"extra_special_tokens": list(VISION_TOKENS)})
     tokenizer.save_pretrained(path)

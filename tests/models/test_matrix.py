@@ -123,7 +123,6 @@ def test_tokens_are_plain_decodings_and_full_views_are_accepted(cell):
 
 @pytest.mark.extended
 def test_mla_without_scaled_rope_is_refused_on_cpus():
-    """tests/attention/rope_of_mla.py demonstrates vLLM's bug."""
     mla = BY_NAME["DeepSeek-V2"]
     unscaled = {name: value for name, value in mla.sizes.items() if name != "rope_parameters"}
     cell = cells.Cell(replace(mla, sizes=unscaled, name="unscaled"), "V1", "streamingllm")

@@ -75,7 +75,6 @@ def test_a_long_context_is_summed_as_well_as_a_short_one(variant, query_len):
 
 
 def vllm_reads(layout: str, dtype: torch.dtype) -> bool:
-    """Whether vLLM's library of this machine has the layout for a model's dtype."""
     return layout != "amx" or (dtype == torch.bfloat16 and kernel_libraries.best() == "avx512_bf16")
 
 

@@ -162,8 +162,6 @@ def check_far_heads() -> None:
 
 
 class CountedOperators(TorchDispatchMode):
-    """How many of torch's operators ran."""
-
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -50,7 +50,6 @@ LEFT_BY_VLLM = ("????????-????-????-????-????????????", "vllm_dist_*", "torchind
 
 
 def speculation(**fields: Any) -> list[str]:
-    """Return options of `vllm serve` for `auto`."""
     config = {"method": "magicdec-self", "num_speculative_tokens": "auto", **fields}
     return ["--speculative-config", json.dumps(config)]
 

@@ -16,7 +16,6 @@ from vllm_magicdec.vllm_api.requirements import REQUIRED
 
 @pytest.fixture
 def report(unhooked, capsys, monkeypatch):  # noqa: F811
-    """Run the command; return its exit status and its lines by name."""
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
 
     def run() -> tuple[int, dict[str, tuple[str, str]]]:

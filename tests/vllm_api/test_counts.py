@@ -22,8 +22,6 @@ from vllm_magicdec.vllm_api.counts import pass_on, send
 
 
 class Late(AsyncModelRunnerOutput):
-    """An output that waits for the device."""
-
     def get_output(self):
         return step_output()
 
@@ -46,7 +44,6 @@ def front_end(config):
 
 
 def shown(name, engine, **labels):
-    """Value of a sample at the metrics endpoint."""
     labels |= {"engine": str(engine)}
     for metric in REGISTRY.collect():
         for sample in metric.samples:

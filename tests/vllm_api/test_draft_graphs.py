@@ -23,8 +23,6 @@ register()
 
 
 class Group:
-    """vLLM's attention group of one layer."""
-
     def __init__(self, name: str, updates_in_graphs: bool) -> None:
         self.layer_names = [name]
         self.supports_draft_decode_metadata_update = updates_in_graphs
@@ -60,7 +58,6 @@ def test_graphs_update_the_metadata_of_backends_that_support_it():
 @pytest.fixture
 def make_graphs(capture):
     def make(config, num_queries: int = 1, num_sampled: int = 1) -> list[tuple[int, int]]:
-        """Requests and tokens of each graph."""
         step = SimpleNamespace(num_views=1, num_speculative_steps=4)
         options = (torch.device("cpu"), CUDAGraphMode.FULL, step, (None,), num_queries, num_sampled)
         graphs = DraftGraphs(config, *options)

@@ -18,7 +18,6 @@ ASKED = DraftTokenIds(["a"], [[5]])
 
 
 def wrapped(module, name, original):
-    """The plugin's wrapper around `original` instead of vLLM's function."""
     (hook,) = (hook for hook in HOOKS if (hook.module, hook.name) == (module, name))
     return hook.wrap(hook.find_owner(), original)
 

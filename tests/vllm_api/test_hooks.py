@@ -58,7 +58,6 @@ def test_renamed_names_and_parameters_are_reported(one):
     ],
 )
 def test_a_moved_module_or_class_is_named_and_nothing_is_wrapped(unhooked, change, problem):
-    """test_loading.py has methods and signatures, and wrappers that fail halfway."""
     moved = next(hook for hook in hooks.HOOKS if hook.name == "create_engine_config")
     with pytest.raises(MagicDecConfigError, match=problem):
         hook_module.install((*hooks.HOOKS, replace(moved, **change)))

@@ -70,8 +70,6 @@ def test_a_latent_cache_is_supported_but_not_that_of_sparse_attention():
 
 
 class Builder:
-    """Records the layers that it was created for."""
-
     requires_block_table_width = False
 
     def __init__(self, spec, layer_names, vllm_config, device):

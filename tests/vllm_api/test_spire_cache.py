@@ -37,7 +37,6 @@ def cache_of(aux_layers: tuple[int, ...], language_model: nn.Module) -> SpireCac
 
 
 def test_activations_of_other_layers_are_refused():
-    """They would silently lower acceptance."""
     groups = [SimpleNamespace(layer_names=["draft"])]
     cache_of((3, 4), Blocks()).lay_out(groups)
     cache_of((0, 1), nn.Module()).lay_out(groups)  # unknown layers are accepted
