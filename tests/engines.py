@@ -148,12 +148,7 @@ class EngineProcess:
             )
 
     def run(self, spec: Mapping[str, Any], time_limit_s: float) -> "EngineRun":
-        """Run one engine from its start to its end.
-
-        Raises:
-            RefusedError: The plugin refused the configuration; the process can run more engines.
-            RuntimeError: It failed or took too long; the process has ended with all of its children.
-        """
+        """Run one engine. RefusedError: the plugin refused it. RuntimeError: the process has ended."""
         spec_path, result_path = (Path(self._directory.name, name) for name in ("spec", "result"))
         spec_path.write_text(json.dumps(spec))
         begin = self._log.stat().st_size

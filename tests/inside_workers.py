@@ -344,15 +344,12 @@ def describe_attention(worker: Any) -> dict[str, Any]:
     from vllm_magicdec.attention.native_attention import native_of
 
     context = worker.vllm_config.compilation_config.static_forward_context
-    caches = [getattr(layer, "kv_cache", None) for layer in context.values()]
-    on_cpu = [
-        cache for cache in caches if isinstance(cache, torch.Tensor) and cache.is_cpu and cache.numel()
-    ]
+    caches = (getattr(layer, "kv_cache", None) for layer in context.values())
+    on_cpu = [one for one in caches if isinstance(one, torch.Tensor) and one.is_cpu and one.numel()]
+    impls = [layer.impl for layer in context.values() if hasattr(layer, "impl")]
     return {
         "in_huge_pages": huge_memory.share_in_huge_pages(on_cpu[0]) if on_cpu else 0.0,
-        "native_layers": sum(
-            native_of(layer.impl) is not None for layer in context.values() if hasattr(layer, "impl")
-        ),
+        "native_layers": sum(native_of(impl) is not None for impl in impls),
         "attention_layers": len(get_layers_from_vllm_config(worker.vllm_config, AttentionLayerBase)),
     }
 

@@ -198,11 +198,8 @@ def likeliest_in_documents(
 ) -> tuple[int, list[int], list[float]]:
     """Continue `latest` by the longest matches of its last tokens in documents.
 
-    Matches at the end of a document are ignored. The most frequent next token, of ties the lowest, is
-    taken, and matches that continue differently are dropped; one whose document ends supports no token.
-
-    Returns:
-        The length of the match, the tokens, and for each token the share of matches that continue with it.
+    Like `likeliest_continuation`, but matches at the end of a document are ignored, the lowest of ties is
+    taken, and a match whose document ends supports no token.
     """
     endings = {}  # length of the match and the tokens after it, by document and position
     for number, document in enumerate(documents):

@@ -28,7 +28,7 @@ def models(tmp_path_factory):
 
 
 def run_watched(models, draft, steps, number=4, lookup="off", **engine):
-    """Run an engine whose caches are compared; return the run, the steps' results, and the comparison."""
+    """Compare an engine's caches; return the run, the steps' results, and the first rank's comparison."""
     fields = {"draft_kv_budget": engine["max_model_len"]} if draft == DRAFT_MODEL else {}
     run = engines.run(
         [(f"watch_{draft}_cache", {}), *steps, ("noted_by_ranks", {})],

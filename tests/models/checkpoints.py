@@ -100,16 +100,9 @@ def _save_processors(path: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
     tokenizer.add_special_tokens({"extra_special_tokens": list(VISION_TOKENS)})
     tokenizer.save_pretrained(path)
-    sizes: dict[str, Any] = {
-        "processor_class": "Qwen2VLProcessor",
-        "patch_size": 14,
-        "temporal_patch_size": 2,
-        "merge_size": 2,
-        "size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS},
-    }
-    for modality, name in (
-        ("image", "preprocessor_config.json"),
-        ("video", "video_preprocessor_config.json"),
-    ):
-        processor = {**sizes, f"{modality}_processor_type": f"Qwen2VL{modality.capitalize()}Processor"}
-        (path / name).write_text(json.dumps(processor))
+    sizes: dict[str, Any] = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
+    sizes["size"] = {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}
+    for modality, prefix in (("image", ""), ("video", "video_")):
+        own = {f"{modality}_processor_type": f"Qwen2VL{modality.capitalize()}Processor"}
+        processor = {"processor_class": "Qwen2VLProcessor", **sizes, **own}
+        (path / f"{prefix}preprocessor_config.json").write_text(json.dumps(processor))

@@ -12,18 +12,9 @@ RUNNERS = ("V1", "V2")
 VOCAB_SIZE = 512
 # Prompts have up to 640 tokens; every window below is much shorter.
 MAX_POSITIONS = 1024
-_SIZES = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": MAX_POSITIONS,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-}
+_SIZES = dict(vocab_size=VOCAB_SIZE, hidden_size=128, intermediate_size=192, num_hidden_layers=4)
+_SIZES |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=MAX_POSITIONS)
+_SIZES |= dict(bos_token_id=0, eos_token_id=1, pad_token_id=2)
 _SCALED = {"factor": 4.0, "original_max_position_embeddings": 256}  # RoPE
 # A multimodal model's vocabulary is that of the shipped model's tokenizer and these four tokens.
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -86,13 +77,9 @@ FAMILIES = (
     Family(
         "Qwen3-MoE",
         "qwen3_moe",
-        {
-            "head_dim": 32,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 64,
-            "norm_topk_prob": True,
-        },
+        dict(
+            head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True
+        ),
         "8 experts, 2 per token, norms of queries and keys",
         seed=11,
     ),
@@ -167,11 +154,9 @@ FAMILIES = (
     Family(
         "GPT-NeoX",
         "gpt_neox",
-        {
-            "hidden_size": 256,
-            "num_key_value_heads": 4,
-            **_rope("default", 10000.0, partial_rotary_factor=0.25),
-        },
+        dict(
+            hidden_size=256, num_key_value_heads=4, **_rope("default", 10000.0, partial_rotary_factor=0.25)
+        ),
         "RoPE on a quarter of a head, parallel residuals, biases, vLLM's Transformers backend",
         embedding_std=0.3,
         seed=11,
@@ -187,23 +172,16 @@ FAMILIES = (
     Family(
         "Granite",
         "granite",
-        {
-            "embedding_multiplier": 2.0,
-            "residual_multiplier": 0.7,
-            "attention_multiplier": 0.2,
-            "logits_scaling": 0.5,
-        },
+        dict(
+            embedding_multiplier=2.0, residual_multiplier=0.7, attention_multiplier=0.2, logits_scaling=0.5
+        ),
         "multipliers of embeddings, residuals, attention and logits",
         seed=14,
     ),
     Family(
         "Cohere 2",
         "cohere2",
-        {
-            "sliding_window": 64,
-            "layer_types": _alternating("sliding", "full", layers=4),
-            "logit_scale": 1.0,
-        },
+        dict(sliding_window=64, layer_types=_alternating("sliding", "full", layers=4), logit_scale=1.0),
         "a window of 64 in every second layer, no RoPE in the others, parallel residuals, tied head",
         embedding_std=0.3,
         window_excess=1,  # Cohere's window excludes the token itself, as vLLM notes
@@ -248,13 +226,7 @@ FAMILIES = (
                 "vocab_size": _TEXT_TOKENS + 64,
                 **_rope("default", 1000000.0, mrope_section=[4, 6, 6]),
             },
-            "vision_config": {
-                "depth": 2,
-                "embed_dim": 64,
-                "hidden_size": 128,
-                "num_heads": 2,
-                "mlp_ratio": 2,
-            },
+            "vision_config": dict(depth=2, embed_dim=64, hidden_size=128, num_heads=2, mlp_ratio=2),
             "vision_start_token_id": VISION_START,
             "vision_end_token_id": VISION_END,
             "image_token_id": IMAGE_PAD,
