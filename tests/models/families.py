@@ -154,9 +154,7 @@ FAMILIES = (
     Family(
         "GPT-NeoX",
         "gpt_neox",
-        dict(
-            hidden_size=256, num_key_value_heads=4, **_rope("default", 10000.0, partial_rotary_factor=0.25)
-        ),
+        dict(hidden_size=256, num_key_value_heads=4, **_rope("default", 1e4, partial_rotary_factor=0.25)),
         "RoPE on a quarter of a head, parallel residuals, biases, vLLM's Transformers backend",
         embedding_std=0.3,
         seed=11,
