@@ -2,8 +2,7 @@
 """Simulate CUDA graphs on a CPU: a capture records its operators with their tensors.
 
 A replay runs the same operators on the same memory and nothing else, so it misses whatever a real graph
-would: decisions in Python, tensors created since the capture, values read on the host. The rest of vLLM's
-machinery (`CudaGraphManager`) is unchanged.
+would: decisions in Python, tensors created since the capture, values read on the host.
 """
 
 import contextlib

@@ -118,14 +118,6 @@ def token_positions(
     return [*chosen, *sinks, *recent[-room:]]
 
 
-def selection_in_view(
-    chosen: list[int], *, context_len: int, sink: int, budget: int, window: int, model_len: int
-) -> list[int]:
-    """Return the chosen positions, best first, that fit into a round's view beside sinks and window."""
-    sinks = min(sink, context_len + 1, model_len)
-    return chosen[: max(0, budget - sinks - window)]
-
-
 def snapkv_scores(
     queries: np.ndarray,
     keys: np.ndarray,
