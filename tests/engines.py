@@ -198,8 +198,7 @@ def run(
 ) -> EngineRun:
     """Start an engine with arguments of `LLM`, run scenarios of scenarios.py in order, and end it.
 
-    If `strict`, a failure inside drafting raises. With `own_process`, engine core and workers have separate
-    processes, as users have them; otherwise one process has it all, which earlier engines may have used.
+    If `strict`, a failure inside drafting raises. With `own_process`, engine core and workers are separate.
     """
     engine = {
         "model": str(MODEL),

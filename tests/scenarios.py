@@ -128,10 +128,7 @@ def generate_with_random_lookups(llm: Any, batches: list[dict[str, Any]], seed: 
 
 
 def generate_under_faults(llm: Any, batches: list[dict[str, Any]], faults: list[str], file: str) -> Any:
-    """`generate` under one fault after the other; also returns the increments of the plugin's counters.
-
-    `engines.FAULT` names `file`. Pauses after failures end before the next fault.
-    """
+    """`generate_and_count` under one fault after the other; `engines.FAULT` names the file. Pauses end."""
     results = []
     for fault in faults:
         in_workers(llm, "forget_failures")

@@ -53,7 +53,7 @@ def test_a_draft_with_a_kv_cache_may_have_a_window(model_dir, budget, tokens):
 @pytest.mark.parametrize(
     ("fields", "engine", "sentence"),
     [
-        ({"draft_kv_budget": 64}, {}, "draft_kv_budget is not possible with method='ngram', which does"),
+        ({"draft_kv_budget": 64}, {}, "draft_kv_budget is not possible with method='ngram', which"),
         ({"draft_kv_sink": 4}, {}, "draft_kv_sink belongs to method='magicdec-self'"),
         ({"num_speculative_tokens": 4, "max_num_speculative_tokens": 8}, {}, "max_num_speculative_tokens"),
         ({"num_speculative_tokens_per_batch_size": [(1, 8, 2)]}, {}, "both choose drafts; remove one"),

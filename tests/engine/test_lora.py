@@ -46,8 +46,7 @@ def adapters(tmp_path_factory):
 
 
 def batches(adapters):
-    """A mixed batch, then an adapter loaded while the engine runs, then no adapter, then one prompt for
-    all adapters."""
+    """A mixed batch, an adapter that is loaded while serving, no adapter, and a prompt for all of them."""
     prompts = texts.prompts(6, 40, 400, seed=11)
     first, second, late = adapters
     mixed = [None, first, second, first, None, second]
