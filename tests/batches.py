@@ -61,8 +61,6 @@ def make_engine(
 
 
 class NoSelector:
-    """A selector that never selects."""
-
     memory_bytes = {}
 
     def update(self, batch: Batch, num_steps: int) -> None:
@@ -70,9 +68,8 @@ class NoSelector:
 
 
 def steps_of_view(round_view, num_steps: int) -> Iterator:
-    """The input of every step of a round in the layers of one view, each valid until the next one."""
-    for index in range(num_steps):
-        yield round_view.step(index)
+    """The steps of a round in the layers of one view, each valid until the next one."""
+    return map(round_view.step, range(num_steps))
 
 
 def make_slots(page_size, max_num_reqs, max_num_steps, max_model_len, device=CPU) -> DraftSlots:

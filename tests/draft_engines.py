@@ -28,7 +28,7 @@ def drafting_with(model: Path, num_speculative_tokens: int | str = 4, **fields: 
 
 
 def longest(prompts: list[list[int]]) -> list[int]:
-    """Return the indices of the four longest prompts."""
+    """Return the indices of the four longest."""
     return sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))[:4]
 
 
@@ -48,5 +48,4 @@ def few(
 
 
 def on_v2(prompts: list[list[int]], plain: list[dict]) -> tuple[dict[str, Any], list[dict]]:
-    """Return a batch for the V2 runner, and plain decoding's answers."""
     return few(prompts, plain, number=8, below=600, tokens=V2_TOKENS)

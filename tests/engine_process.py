@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run vLLM engines one after the other in a process that tests keep; `engines.run` is its client.
 
-A line on standard input names the files of a specification and of the result. A line on standard output
-answers it, and the log goes to standard error. A process has one environment (model runner, Triton's
-interpreter, kernel library) and is reused, since importing vLLM takes longer than starting an engine.
+A line on standard input names the files of a specification and of the result, and a line on standard
+output answers it. Processes are reused because importing vLLM takes longer than starting an engine.
 """
 
 import gc
@@ -63,7 +62,6 @@ def _clean_up() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process with all of its children when the tests have ended."""
     while os.getppid() == parent:
         time.sleep(1)
     os.killpg(0, signal.SIGKILL)

@@ -62,8 +62,6 @@ class RefusedError(RuntimeError):
 
 @dataclass(frozen=True)
 class EngineRun:
-    """Results of an engine's scenarios, its metrics, settings and log."""
-
     results: list[Any]
     metrics: dict[str, Any]
     num_kv_blocks: int
@@ -90,7 +88,6 @@ class EngineRun:
 
 
 def magicdec(num_speculative_tokens: int = 4, **fields: Any) -> dict[str, Any]:
-    """Return a speculative config for self-speculation."""
     return {"method": "magicdec-self", "num_speculative_tokens": num_speculative_tokens, **fields}
 
 
@@ -151,12 +148,7 @@ class EngineProcess:
             )
 
     def run(self, spec: Mapping[str, Any], time_limit_s: float) -> "EngineRun":
-        """Run one engine from its start to its end.
-
-        Raises:
-            RefusedError: The plugin refused the configuration; the process can run more engines.
-            RuntimeError: It failed or took too long; the process has ended with all of its children.
-        """
+        """Run one engine. RefusedError: the plugin refused it. RuntimeError: the process has ended."""
         spec_path, result_path = (Path(self._directory.name, name) for name in ("spec", "result"))
         spec_path.write_text(json.dumps(spec))
         begin = self._log.stat().st_size
@@ -206,8 +198,7 @@ def run(
 ) -> EngineRun:
     """Start an engine with arguments of `LLM`, run scenarios of scenarios.py in order, and end it.
 
-    If `strict`, a failure inside drafting raises. With `own_process`, engine core and workers have separate
-    processes, as users have them; otherwise one process has it all, which earlier engines may have used.
+    If `strict`, a failure inside drafting raises. With `own_process`, engine core and workers are separate.
     """
     engine = {
         "model": str(MODEL),
@@ -269,15 +260,11 @@ def generate(prompts: list[list[int]], sampling: Any, **engine: Any) -> EngineRu
 
 
 def tokens_of(batch: list[dict[str, Any]]) -> list[list[int]]:
-    """Return the tokens of each request's first completion."""
     return [request["completions"][0]["tokens"] for request in batch]
 
 
 def max_logprob_gap(prompts: list[list[int]], answers: list[dict[str, Any]], **engine: Any) -> float:
-    """Return the largest gap between the logprobs of vLLM's best token and the generated one, in nats.
-
-    An engine with these settings scores them, which has vLLM's attention and no speculation.
-    """
+    """Return the largest gap, in nats, between generated tokens and the best ones of plain vLLM."""
     answered = zip(prompts, tokens_of(answers), strict=True)
     texts = [{"prompt": prompt, "tokens": tokens} for prompt, tokens in answered]
     scores = run([("score", {"texts": texts})], **engine).results[0]

@@ -18,7 +18,6 @@ def make_controller(times: StepTimes | None = None) -> Controller:
 
 
 def alike(num_reqs: int, context_tokens: int, choice: Choice) -> Step:
-    """Return a step that verifies and drafts the same number of tokens."""
     budget = BUDGET if choice.drafts else 0
     return Step(num_reqs, context_tokens, choice.drafts, choice.drafts, budget)
 

@@ -13,7 +13,6 @@ def draft_of(worker: Any) -> Any:
 
 
 def noted(worker: Any) -> Any:
-    """Return what the watching function of this module notes."""
     return worker.noted
 
 
@@ -120,7 +119,7 @@ def forget_failures(worker: Any) -> None:
 
 
 def draft_twice(worker: Any) -> None:
-    """Draft every round by wide passes and by one pass per token, and compare."""
+    """Draft every round by wide passes and by one pass per token; count what differs."""
     from collections import Counter
 
     import torch
@@ -184,10 +183,12 @@ def draft_twice(worker: Any) -> None:
 
 
 def note_inputs(worker: Any) -> None:
-    names = worker.noted = set()
+    noted = worker.noted = {"inputs": []}  # of forward passes of the target, by name
 
     def note(model: Any, args: Any, inputs: dict[str, Any]) -> None:
-        names.add(tuple(sorted(name for name, value in inputs.items() if value is not None)))
+        names = sorted(name for name, value in inputs.items() if value is not None)
+        if names not in noted["inputs"]:
+            noted["inputs"].append(names)
 
     worker.model_runner.get_model().register_forward_pre_hook(note, with_kwargs=True)
 
@@ -196,7 +197,7 @@ def note_saves(worker: Any) -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector = get_kv_transfer_group()
-    counted = worker.noted = {"steps": 0, "saves": {}}
+    counted = worker.noted = {"steps": 0, "saves": {}}  # that a KV connector saw, and of each layer
     bind, save = connector.bind_connector_metadata, connector.save_kv_layer
 
     def bind_and_note(metadata: Any) -> None:
@@ -211,11 +212,7 @@ def note_saves(worker: Any) -> None:
 
 
 def watch_draft_cache(worker: Any) -> None:
-    """Compare a draft model's KV cache with the target's in every round from now on.
-
-    The target itself must be the draft model, with views of the whole context. Counts the tokens compared,
-    the largest difference, the most catch-up tokens of a round, and the most tokens that the cache lacks.
-    """
+    """Compare the cache of a draft model, the target itself, with the target's in every round."""
     proposer = draft_of(worker)
     cache, is_v2 = proposer._cache, worker.vllm_config.use_v2_model_runner
     seen = worker.noted = {"tokens": 0, "difference": 0.0, "catch_up": 0, "lag": 0}
@@ -235,15 +232,7 @@ def watch_draft_cache(worker: Any) -> None:
 
 
 def compare_caches(worker: Any, seen: dict[str, Any], pairs: Any, tables: Any, ends: list[int]) -> None:
-    """Compare the keys and values of requests' first tokens in pairs of layers.
-
-    Args:
-        worker: of the layers.
-        seen: counts, which are updated.
-        pairs: names of a draft's layer and of the target's.
-        tables: [num_reqs, n] pages.
-        ends: of each request, the number of tokens.
-    """
+    """Compare the first `ends` tokens of requests in `pairs` of a draft's and the target's layers."""
     import numpy as np
     import torch
 
@@ -352,15 +341,12 @@ def describe_attention(worker: Any) -> dict[str, Any]:
     from vllm_magicdec.attention.native_attention import native_of
 
     context = worker.vllm_config.compilation_config.static_forward_context
-    caches = [getattr(layer, "kv_cache", None) for layer in context.values()]
-    on_cpu = [
-        cache for cache in caches if isinstance(cache, torch.Tensor) and cache.is_cpu and cache.numel()
-    ]
+    caches = (getattr(layer, "kv_cache", None) for layer in context.values())
+    on_cpu = [one for one in caches if isinstance(one, torch.Tensor) and one.is_cpu and one.numel()]
+    impls = [layer.impl for layer in context.values() if hasattr(layer, "impl")]
     return {
         "in_huge_pages": huge_memory.share_in_huge_pages(on_cpu[0]) if on_cpu else 0.0,
-        "native_layers": sum(
-            native_of(layer.impl) is not None for layer in context.values() if hasattr(layer, "impl")
-        ),
+        "native_layers": sum(native_of(impl) is not None for impl in impls),
         "attention_layers": len(get_layers_from_vllm_config(worker.vllm_config, AttentionLayerBase)),
     }
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's kernel libraries for x86 CPUs: find the one a process loads, or force another.
 
-vLLM loads the library for the best instruction set that torch reports, and its attention chooses its
-packing the same way. If `FORCED` is in the environment of a test process, `at_start/` patches torch's
-report, so that a machine with AVX-512 also tests AVX2.
+vLLM and its attention choose by the instruction sets that torch reports. If `FORCED` is in a process's
+environment, `at_start/` patches that report, so that a machine with AVX-512 also tests AVX2.
 """
 
 import os
@@ -39,11 +38,7 @@ def loaded() -> str:
 
 
 def force(name: str) -> None:
-    """Patch torch to report no better instruction set than this library needs.
-
-    Raises:
-        ValueError: This machine cannot execute the library, or there is no such library.
-    """
+    """Patch torch to report no better instruction set; ValueError: this machine cannot execute it."""
     if name not in executable():
         raise ValueError(f"{FORCED}={name}: this machine executes {', '.join(executable()) or 'none'}")
     torch.cpu._is_avx512_bf16_supported = lambda: name == "avx512_bf16"

@@ -16,8 +16,6 @@ DATA = json.loads((Path(__file__).parent / "data" / "magicdec_tables.json").read
 
 @dataclass(frozen=True)
 class Measured:
-    """One row of the paper's Table 1 or 2."""
-
     table: int
     target: str
     draft: str
@@ -42,7 +40,6 @@ class Measured:
         return self.deployment(costs).plain_step_ms(self.batch, self.context)
 
     def predicted_draft_ms(self) -> float:
-        """gamma T_D."""
         draft = self.deployment(of_draft=True)
         return self.gamma * draft.draft_step_ms(self.batch, self.context, self.budget)
 
@@ -61,7 +58,6 @@ TABLE_1 = [row for row in ROWS if row.table == 1]
 
 
 def errors(rows: Iterable[Measured], predicted: Callable, measured: Callable) -> list[float]:
-    """Return signed relative errors."""
     return [predicted(row) / measured(row) - 1 for row in rows]
 
 

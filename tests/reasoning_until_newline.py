@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reasoning parser for the tiny model, which has no tokens for that: reasoning ends with the first line.
-
-A plugin of vLLM (`reasoning_parser_plugin`).
-"""
+"""A reasoning parser for the tiny model: reasoning ends with the first line (`reasoning_parser_plugin`)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,8 +9,6 @@ from vllm.reasoning import ReasoningParser, ReasoningParserManager
 
 @ReasoningParserManager.register_module("until_newline")
 class UntilNewline(ReasoningParser):
-    """Grammars constrain what follows the first token that is a newline."""
-
     def is_reasoning_end(self, input_ids: Sequence[int]) -> bool:
         return False  # of a prompt
 

@@ -2,8 +2,7 @@
 """Simulate CUDA graphs on a CPU: a capture records its operators with their tensors.
 
 A replay runs the same operators on the same memory and nothing else, so it misses whatever a real graph
-would: decisions in Python, tensors created since the capture, values read on the host. The rest of vLLM's
-machinery (`CudaGraphManager`) is unchanged.
+would: decisions in Python, tensors created since the capture, values read on the host.
 """
 
 import contextlib
@@ -25,8 +24,6 @@ _patches = pytest.MonkeyPatch()
 
 
 class RecordedGraph(TorchDispatchMode):
-    """Replaces `torch.cuda.CUDAGraph`."""
-
     def __init__(self) -> None:
         super().__init__()
         self.num_replays = 0
@@ -77,7 +74,6 @@ def _capturing(graph: RecordedGraph, pool: Any, stream: Any) -> Iterator[None]:
 
 
 def install() -> None:
-    """Replace CUDA graphs with recorded ones in this process."""
     _patches.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
     _patches.setattr(torch.cuda, "graph", _capturing)
     _patches.setattr(cudagraph_utils, "graph_capture", lambda device: contextlib.nullcontext())
@@ -88,7 +84,6 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install` and `capture`."""
     _patches.undo()
 
 

@@ -2,8 +2,12 @@
 """Slow, obvious reference implementations, one request at a time."""
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
+import torch
+
+from vllm_magicdec.attention.softmax import Softmax
 
 
 def budget_in_pages(
@@ -16,11 +20,7 @@ def budget_in_pages(
     context_len: int,
     model_len: int,
 ) -> int:
-    """Return the pages that one request may see.
-
-    A `budget` below 1 is a fraction of the context, otherwise it is in tokens. The result covers at least
-    the sinks and the most pages that `num_steps` neighbouring tokens can touch.
-    """
+    """Return the pages a request may see: at least sinks and what `num_steps` neighbours can touch."""
     model_pages = math.ceil(model_len / page_size)
     touched = max(
         (start + num_steps - 1) // page_size - start // page_size + 1 for start in range(page_size)
@@ -44,10 +44,7 @@ def visible_positions(
     num_pages: int,
     model_len: int,
 ) -> list[int]:
-    """Return the positions that draft step `step` of a StreamingLLM round attends to, ascending.
-
-    The round's last drafted token ends the window; a step sees nothing after its own token.
-    """
+    """Return the positions that a StreamingLLM step sees; the last drafted token ends the window."""
     position = min(context_len + step, model_len - 1)
     last_page = min(context_len + num_steps - 1, model_len - 1) // page_size
     pages = list(range(last_page + 1))
@@ -58,8 +55,49 @@ def visible_positions(
 
 
 def slot_of(position: int, blocks: list[int], page_size: int) -> int:
-    """Return the cache slot of a token position."""
     return blocks[position // page_size] * page_size + position % page_size
+
+
+def slots_of_pages(pages: Iterable[int], last: int, blocks: list[int], page_size: int) -> set[int]:
+    """Return the cache slots of positions up to `last` in these pages of a request."""
+    positions = (p for page in pages for p in range(page * page_size, (page + 1) * page_size))
+    return {slot_of(p, blocks, page_size) for p in positions if p <= last}
+
+
+def dense_attention(
+    query, keys, values, is_seen, *, scale, value_scale=1.0, soft_cap=0.0, sinks=None
+) -> tuple[torch.Tensor, float]:
+    """Attend in float64, and return also the largest result there were if no two values cancelled.
+
+    `query`, `keys`, `values` [n, num_heads, head_size]; `is_seen` broadcasts to [num_heads, queries, keys].
+    """
+    logits = torch.einsum("qhd,khd->hqk", query.double(), keys.double()) * scale
+    if soft_cap:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    logits = logits.masked_fill(~is_seen, -torch.inf)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.double().view(-1, 1, 1).expand(-1, len(query), 1)], dim=-1)
+    weights = logits.softmax(-1)[..., : len(keys)]
+    values = values.double() * value_scale
+    result = torch.einsum("hqk,khd->qhd", weights, values)
+    return result, torch.einsum("hqk,khd->qhd", weights, values.abs()).amax().item()
+
+
+def page_scores(softmax: Softmax, queries, least, greatest) -> torch.Tensor:
+    """Softmax over the bounds of pages' logits, summed over queries and heads, [num_pages] float64.
+
+    `queries` [n, num_heads, size]; the pages' keys `least`, `greatest` [num_kv_heads, num_pages, size].
+    """
+    num_kv_heads, num_pages, _ = least.shape
+    query = queries.double().unflatten(1, (num_kv_heads, -1)).unsqueeze(3)
+    bounds = torch.maximum(query * least.unsqueeze(1), query * greatest.unsqueeze(1)).sum(-1)
+    logits = bounds * softmax.scale
+    if softmax.soft_cap:
+        logits = softmax.soft_cap * torch.tanh(logits / softmax.soft_cap)
+    if softmax.sinks is not None:
+        sinks = softmax.sinks.cpu().double().view(num_kv_heads, -1, 1)
+        logits = torch.cat([logits, sinks.expand(*logits.shape[:-1], 1)], -1)
+    return logits.softmax(-1)[..., :num_pages].sum((0, 1, 2))
 
 
 def token_positions(
@@ -72,23 +110,12 @@ def token_positions(
     budget: int,
     model_len: int,
 ) -> list[int]:
-    """Return the positions that a draft step sees of a token view: chosen ones, sinks and recent tokens.
-
-    These are at most `budget` positions up to the query's own; the oldest recent ones are dropped first.
-    """
+    """Return the positions of a token view: chosen ones, sinks, and as many of the recent as fit."""
     last = min(context_len + step, model_len - 1)
     sinks = [p for p in range(sink) if p <= last]
     recent = [p for p in range(last + 1) if p not in sinks and p >= chosen_until]
     room = budget - len(chosen) - len(sinks)
     return [*chosen, *sinks, *recent[-room:]]
-
-
-def selection_in_view(
-    chosen: list[int], *, context_len: int, sink: int, budget: int, window: int, model_len: int
-) -> list[int]:
-    """Return the chosen positions, best first, that fit into a round's view beside sinks and window."""
-    sinks = min(sink, context_len + 1, model_len)
-    return chosen[: max(0, budget - sinks - window)]
 
 
 def snapkv_scores(
@@ -163,11 +190,8 @@ def likeliest_in_documents(
 ) -> tuple[int, list[int], list[float]]:
     """Continue `latest` by the longest matches of its last tokens in documents.
 
-    Matches at the end of a document are ignored. The most frequent next token, of ties the lowest, is
-    taken, and matches that continue differently are dropped; one whose document ends supports no token.
-
-    Returns:
-        The length of the match, the tokens, and for each token the share of matches that continue with it.
+    Like `likeliest_continuation`, but matches at the end of a document are ignored, the lowest of ties is
+    taken, and a match whose document ends supports no token.
     """
     endings = {}  # length of the match and the tokens after it, by document and position
     for number, document in enumerate(documents):

@@ -25,6 +25,12 @@ GENERATE_AFTER: dict[str, list[tuple[Any, ...]]] = {
     # One pass per round, after which lookups are verified unchecked.
     "generate_with_unchecked_ends": [("look_up_at_random", 0), ("cut_drafts", 0.0, 1e9)],
 }
+# `generate`, whose answers are "batches", and beside them what a function of the workers notes meanwhile.
+GENERATE_AND_NOTE = {
+    "generate_and_note_inputs": "note_inputs",
+    "generate_and_note_saves": "note_saves",
+    "generate_and_draft_twice": "draft_twice",
+}
 
 
 def run(llm: Any, name: str, arguments: dict[str, Any]) -> Any:
@@ -34,6 +40,9 @@ def run(llm: Any, name: str, arguments: dict[str, Any]) -> Any:
     """
     if name in globals():
         return globals()[name](llm, **arguments)
+    if name in GENERATE_AND_NOTE:
+        in_workers(llm, GENERATE_AND_NOTE[name])
+        return {"batches": generate(llm, **arguments), **in_workers(llm, "noted")[0]}
     for function, *given in GENERATE_AFTER.get(name, []):
         in_workers(llm, function, *given)
     return generate(llm, **arguments) if name in GENERATE_AFTER else in_workers(llm, name, **arguments)[0]
@@ -54,44 +63,24 @@ def generate(llm: Any, batches: list[dict[str, Any]]) -> list[list[dict[str, Any
     {"tokens": ids, "image": [{"width", "height", "seed"}, ...]} for pictures of noise; entries of "video"
     also have "frames". {"embeddings_of": ids} gives the model's embeddings of the tokens.
     """
+    from vllm.lora.request import LoRARequest
+
     results = []
     for batch in batches:
-        sampling = batch["sampling"]
-        params = (
-            [_sampling_params(one) for one in sampling]
-            if isinstance(sampling, list)
-            else _sampling_params(sampling)
-        )
         prompts = [_prompt(given) for given in batch["prompts"]]
-        adapters = [adapter and _adapter(*adapter) for adapter in batch.get("adapters", [])]
+        sampling = batch["sampling"]
+        given = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
+        params = [_sampling_params(one) for one in given]
+        adapters = [one and LoRARequest(str(one[0]), *one) for one in batch.get("adapters", [])]
         outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapters or None)
         results.append([_describe(output) for output in outputs])
     return results
 
 
-def _adapter(number: int, folder: str) -> Any:
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest(str(number), number, folder)
-
-
 def generate_after_reload(llm: Any, batches: list[dict[str, Any]], weights: str) -> Any:
-    """`generate` with the weights of another folder."""
     llm.collective_rpc("reload_weights", kwargs={"weights_path": weights})
     llm.reset_prefix_cache()
     return generate(llm, batches)
-
-
-def generate_and_note_inputs(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
-    """`generate`; also returns the names of the inputs of forward passes of the target."""
-    in_workers(llm, "note_inputs")
-    return {"batches": generate(llm, batches), "inputs": sorted(in_workers(llm, "noted")[0])}
-
-
-def generate_and_note_saves(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
-    """`generate`; also counts the steps that a KV connector saw, and its saves of each layer."""
-    in_workers(llm, "note_saves")
-    return {"batches": generate(llm, batches), **in_workers(llm, "noted")[0]}
 
 
 def generate_with_random_schedule(llm: Any, batches: list[dict[str, Any]], seed: int) -> dict[str, Any]:
@@ -139,10 +128,7 @@ def generate_with_random_lookups(llm: Any, batches: list[dict[str, Any]], seed: 
 
 
 def generate_under_faults(llm: Any, batches: list[dict[str, Any]], faults: list[str], file: str) -> Any:
-    """`generate` under one fault after the other; also returns the increments of the plugin's counters.
-
-    `engines.FAULT` names `file`. Pauses after failures end before the next fault.
-    """
+    """`generate_and_count` under one fault after the other; `engines.FAULT` names the file. Pauses end."""
     results = []
     for fault in faults:
         in_workers(llm, "forget_failures")
@@ -158,7 +144,6 @@ def generate_with_a_cut_file(llm: Any, batches: list[dict[str, Any]], path: str)
 
 
 def generate_and_count(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
-    """`generate`; also returns the increments of the counters of drafts."""
     before = metrics_of(llm)
     results = generate(llm, batches)
     counted = {
@@ -167,16 +152,6 @@ def generate_and_count(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any
         if name.startswith(("vllm:magicdec", "vllm:spec")) and isinstance(value, int | float)
     }
     return {"batches": results, "counted": counted}
-
-
-def generate_and_draft_twice(llm: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
-    """`generate`, drafting every round with lookups and again by one pass per token over the same views.
-
-    Returns counts: "rounds" of requests, and those with "different" drafts or, for the same drafts, with
-    "other_logits" in V2's rejection sampler.
-    """
-    in_workers(llm, "draft_twice")
-    return {"batches": generate(llm, batches), **in_workers(llm, "noted")[0]}
 
 
 def noted_by_ranks(llm: Any) -> list[Any]:
@@ -205,10 +180,7 @@ def selections(llm: Any, prompts: list[list[int]], max_tokens: int = 4) -> list[
 
 
 def score(llm: Any, texts: list[dict[str, Any]]) -> list[list[tuple[float, float]]]:
-    """Return (logprob of the token, logprob of the best token) for every token after a prompt.
-
-    Each of `texts` is {"prompt": token ids, "tokens": ids of the answer} and is scored in one pass.
-    """
+    """Return (logprob of the token, logprob of the best token) for every token of the answers."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
@@ -222,7 +194,6 @@ def score(llm: Any, texts: list[dict[str, Any]]) -> list[list[tuple[float, float
 
 
 def _prompt(given: Any) -> dict[str, Any]:
-    """Convert a prompt from JSON to vLLM's format."""
     if isinstance(given, list):
         return {"prompt_token_ids": given}
     if "embeddings_of" in given:

@@ -18,15 +18,10 @@ def _layer(config: dict, inputs: int) -> dict[str, torch.Tensor]:
     """Return a decoder layer that changes little; its attention reads `inputs` numbers per token."""
     hidden, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, kv = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
-    shapes = {
-        "self_attn.q_proj": (queries, inputs),
-        "self_attn.k_proj": (kv, inputs),
-        "self_attn.v_proj": (kv, inputs),
-        "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
+    attention = {"q": (queries, inputs), "k": (kv, inputs), "v": (kv, inputs), "o": (hidden, queries)}
+    shapes = {f"self_attn.{name}_proj": shape for name, shape in attention.items()}
+    shapes |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (inner, hidden))
+    shapes["mlp.down_proj"] = (hidden, inner)
     generator = torch.Generator().manual_seed(0)
     weights = {
         f"{name}.weight": 0.01 * torch.randn(shape, generator=generator) for name, shape in shapes.items()
@@ -36,7 +31,6 @@ def _layer(config: dict, inputs: int) -> dict[str, torch.Tensor]:
 
 
 def write_eagle3(folder: Path) -> str:
-    """Write an EAGLE-3 head and return its folder."""
     config, target = _tiny_llama()
     hidden = config["hidden_size"]
     weights = {f"midlayer.{name}": value for name, value in _layer(config, 2 * hidden).items()}

@@ -14,7 +14,6 @@ SIZES = {
 
 
 def write_llama(path: Path, **fields) -> str:
-    """Write a Llama's config.json and return its folder."""
     from transformers import LlamaConfig
 
     given = {**SIZES, "num_hidden_layers": 2, **fields}

@@ -52,17 +52,9 @@ def write(
             torch.randn(num_layers, num_layers + 1) if memory is None else memory
         )
     save_file({name: weight.contiguous() for name, weight in weights.items()}, path / "model.safetensors")
-    spire = {
-        "version": 1,
-        "target": target.name,
-        "target_num_hidden_layers": num_target_layers,
-        "target_layers": list(range(first, num_target_layers)),
-        "sinks": sinks,
-        "window": window,
-        "num_draft_steps": 4,
-        "feedback_memory": feedback_memory,
-        "target_activations": True,
-    }
+    spire = {"version": 1, "target": target.name, "target_num_hidden_layers": num_target_layers}
+    spire |= {"target_layers": list(range(first, num_target_layers)), "sinks": sinks, "window": window}
+    spire |= {"num_draft_steps": 4, "feedback_memory": feedback_memory, "target_activations": True}
     config |= {
         "architectures": ["MagicDecSpireForCausalLM"],
         "num_hidden_layers": num_layers,
@@ -79,7 +71,6 @@ def write(
 
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Load weights as float32 by name."""
     return {name: weight.float() for name, weight in load_file(path / "model.safetensors").items()}
 
 
@@ -95,7 +86,6 @@ class Llama:
         self.head_size = self.config["head_dim"]
 
     def embed(self, token: int) -> torch.Tensor:
-        """[hidden_size]."""
         return self.weights["model.embed_tokens.weight"][token]
 
     def normed(self, hidden: torch.Tensor, name: str) -> torch.Tensor:
@@ -121,10 +111,7 @@ class Llama:
     def block(
         self, layer: int, hidden: torch.Tensor, position: int, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """Return a block's output, [hidden_size].
-
-        `keys` and `values` are [tokens, kv_heads, head_size] of the other tokens in view.
-        """
+        """Return a block's output; `keys`, `values` [n, kv_heads, head_size]: other tokens in view."""
         normed = self.normed(hidden, f"layers.{layer}.input_layernorm")
         queries = self.project(layer, "q", normed, position)
         keys = torch.cat([keys, self.project(layer, "k", normed, position)[None]])
@@ -142,7 +129,6 @@ class Llama:
         return hidden + self.weights[f"{layers}.mlp.down_proj.weight"] @ (gate * gate.sigmoid() * up)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits, [vocab_size]."""
         head = self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"])
         return head @ self.normed(hidden, "norm")
 
@@ -164,8 +150,6 @@ class Llama:
 
 
 class SpireReference:
-    """Reference logits of a SPIRe draft after verified and drafted tokens."""
-
     def __init__(self, draft: Path, target: Path) -> None:
         self._draft, self._target = Llama(draft), Llama(target)
         self._fields = self._draft.config["spire"]
@@ -189,10 +173,7 @@ class SpireReference:
         return self._draft.project(layer, "k", normed, position), self._draft.project(layer, "v", normed)
 
     def logits(self, activations: torch.Tensor, drafted: list[int]) -> torch.Tensor:
-        """Return logits after each token of `drafted`, [len(drafted), vocab_size].
-
-        The first one is the token that the target sampled last; activations are those of the tokens before.
-        """
+        """Return logits after each of `drafted`; the first of them is what the target sampled last."""
         model, first = self._draft, len(activations)
         held = [  # by block and position: keys and values
             [self.memory(layer, own, position) for position, own in enumerate(activations)]

@@ -12,10 +12,7 @@ DRAFT_PREFIX = "draft_model.model.layers."
 
 
 def watch_spire_cache(worker: Any) -> None:
-    """Compare the draft's keys and values of all verified tokens with the target's in every round.
-
-    They are equal if the draft's blocks are the target's and its memory is the input of each block.
-    """
+    """Compare the draft's cache with the target's in every round; its memory is the input of each block."""
     draft = draft_of(worker)
     first, cache, groups = draft.model.fields.aux_layers[0], draft._cache, draft._drafter.groups
     seen = worker.noted = {"tokens": 0, "difference": 0.0}
@@ -48,8 +45,6 @@ def _never_wait(cache: Any) -> None:
 
 
 def break_memory(worker: Any) -> None:
-    """Make writes of memory raise."""
-
     def memorise(*args: Any) -> None:
         raise RuntimeError("broken on purpose")
 
@@ -112,6 +107,5 @@ def note_drafts(worker: Any) -> None:
 
 
 def save_drafts(worker: Any, path: str) -> None:
-    """Save the records of requests that decoded and drafted."""
     requests = [own for round_ in worker._spire_rounds for own in round_ if own["tokens"]]
     torch.save([own for own in requests if not own["is_prefilling"]], path)

@@ -17,7 +17,6 @@ def tokenizer() -> Tokenizer:
 
 @cache
 def library_tokens(num_tokens: int = 200_000) -> tuple[int, ...]:
-    """Return tokens of standard library modules in the order of their names."""
     tokens: list[int] = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         tokens += tokenizer().encode(path.read_text(encoding="utf-8"), add_special_tokens=False).ids

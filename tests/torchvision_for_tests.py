@@ -20,11 +20,7 @@ _operators = torch.library.Library("torchvision", "FRAGMENT")  # they go when it
 
 
 def environment() -> dict[str, str]:
-    """Return the variables with which a process can import it.
-
-    Raises:
-        FileNotFoundError: It is not installed.
-    """
+    """Return the variables with which a process can import it; FileNotFoundError: it is not installed."""
     if importlib.util.find_spec("torchvision") is not None:
         return {}
     if not FOLDER.is_dir():

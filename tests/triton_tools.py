@@ -24,7 +24,7 @@ def run_interpreted(program: str) -> None:
 
 
 def noted_calls(module: Any, names: Collection[str]) -> list[str]:
-    """Return a list of the calls of these functions of a module from now on, by name."""
+    """Return a list of the names of the functions called from now on."""
     calls: list[str] = []
     for name in names:
         own = getattr(module, name)
@@ -46,10 +46,7 @@ def compile_for(
     constants: Mapping[str, Any],
     divisible: Collection[str] = (),
 ) -> Any:
-    """Compile a kernel for a GPU of this compute capability (90 for 9.0).
-
-    `divisible` names arguments that are multiples of 16, for which a launch specializes.
-    """
+    """Compile for a compute capability (90 for 9.0); `divisible` arguments are multiples of 16."""
     compiler = pytest.importorskip("triton.compiler")
     from triton.backends.compiler import GPUTarget
 
@@ -62,10 +59,7 @@ def compile_for(
 
 
 def specialization(kernel: Any, **arguments: Any) -> list[Any]:
-    """Return the specialization of a kernel for these values; Triton compiles again for another one.
-
-    Arguments that are not given are 0.
-    """
+    """Return what a launch specializes for, with 0 for arguments not given; another compiles again."""
     jit = pytest.importorskip("triton.runtime.jit")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend

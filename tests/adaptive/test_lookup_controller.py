@@ -44,8 +44,6 @@ MACHINES = {
 
 @dataclass(frozen=True)
 class Text:
-    """Acceptance in the requests' text, and the machine."""
-
     draft: float  # acceptance of the draft's own tokens
     lookup: float = 0.0  # acceptance of lookups in predicted stretches
     predicted: float = 0.0  # share of stretches that lookups predict
@@ -85,18 +83,13 @@ def draft(
     """Return drafts per request, draft steps, the acceptance of a draft, and the round's bucket."""
     if not plan:
         return 0, 0, 0.0, 0
-    found = (
-        Continuation([0] * text.num_found, [text.lookup] * text.num_found)
-        if is_predicted
-        else Continuation()
-    )
+    num_found = text.num_found if is_predicted else 0
+    found = Continuation([0] * num_found, [text.lookup] * num_found)
     bucket = bucket_of(sum(reached for reached in found.reached if reached >= MIN_ACCEPTANCE))
     plan = plan.for_bucket(bucket)
     likely = [reached for reached in found.reached if reached >= max(plan.min_acceptance, MIN_ACCEPTANCE)]
-    if (
-        plan.lookups_alone
-        or num_reqs * sum(r - plan.min_acceptance for r in likely) >= plan.min_expected_accepted
-    ):
+    expected = num_reqs * sum(reached - plan.min_acceptance for reached in likely)
+    if plan.lookups_alone or expected >= plan.min_expected_accepted:
         return len(likely), 0, text.lookup, bucket
     own, num_steps = _RequestDrafts(int(plan)), 0
     while _unfinished({0: own}, plan):
@@ -119,12 +112,7 @@ def simulate(
     steps=1000,
     num_reqs_at: Callable[[int], int] = lambda tokens: BATCH,
 ) -> float:
-    """Return the tokens per second.
-
-    Args:
-        plan_of: makes a plan from the number of requests and whether the step's time is usable.
-        num_reqs_at: the number of requests, from the tokens so far.
-    """
+    """Return tokens per second; `plan_of` gets the number of requests, and whether a step's time counts."""
     rng, seconds, tokens = random.Random(seed), 0.0, 0
     verified, chance, made, info, num_before = 0, 0.0, PLAIN, RoundInfo(), 0
     for index in range(steps):

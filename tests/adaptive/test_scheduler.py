@@ -25,15 +25,12 @@ def test_a_steps_time_covers_the_drafts_made_between_two_outputs(drafts_come_lat
         is_planned=False,
         value=SimpleNamespace(budget=512),
     )
-    scheduler._info = RoundInfo()
-    scheduler._latest, scheduler._made = PLAIN, PLAIN
-    scheduler._spec, scheduler._is_own_method = FIXED, True
-    scheduler._with_lookups = False
+    scheduler._info, scheduler._latest, scheduler._made = RoundInfo(), PLAIN, PLAIN
+    scheduler._spec, scheduler._is_own_method, scheduler._with_lookups = FIXED, True, False
     scheduler._drafts_come_late = drafts_come_late
     scheduler._in_flight, scheduler.clock = {}, lambda: 0.0
-    request = SimpleNamespace(
-        request_id="a", num_computed_tokens=1000, num_prompt_tokens=10, sampling_params=None
-    )
+    tokens = {"num_computed_tokens": 1000, "num_prompt_tokens": 10}
+    request = SimpleNamespace(request_id="a", sampling_params=None, **tokens)
     scheduler.requests = {"a": request, "b": request}
     outputs, verified = [], 0
     for choice in choices:
@@ -64,7 +61,5 @@ def test_sampled_drafts_of_a_request_that_a_step_leaves_out_are_dropped(monkeypa
     scheduler._drafts_must_not_wait = must_not_wait
     scheduler.running = [SimpleNamespace(request_id=name, spec_token_ids=[1, 2]) for name in "ab"]
     scheduler._update_after_schedule(SimpleNamespace(num_scheduled_tokens={"a": 3}))
-    assert [request.spec_token_ids for request in scheduler.running] == [
-        [1, 2],
-        [] if must_not_wait else [1, 2],
-    ]
+    left_out = [] if must_not_wait else [1, 2]
+    assert [request.spec_token_ids for request in scheduler.running] == [[1, 2], left_out]

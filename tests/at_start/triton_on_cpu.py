@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets Triton's kernels, ours and those of vLLM's V2 runner, run on a CPU in Triton's interpreter.
-
-vLLM turns Triton off where it finds no active driver. This adds one for the CPU before vLLM is imported;
-with TRITON_INTERPRET=1 no kernel is ever compiled for it.
-"""
+"""Lets Triton's kernels run in its interpreter: vLLM turns Triton off where it finds no active driver."""
 
 import types
 from typing import Any

@@ -9,11 +9,7 @@ import torch
 
 
 class StandInWrapper:
-    """`BatchDecodeWithPagedKVCacheWrapper` of flashinfer 0.7, as far as this project uses it.
-
-    It takes the same arguments, refuses those that the original refuses, keeps the tensors that the
-    original keeps, and evaluates the pages that they name, request by request in float32.
-    """
+    """`BatchDecodeWithPagedKVCacheWrapper` of flashinfer 0.7 in float32, with the arguments used here."""
 
     def __init__(
         self,
@@ -107,7 +103,6 @@ class StandInWrapper:
 
 
 def module() -> types.ModuleType:
-    """What `import flashinfer` finds once this is in `sys.modules`."""
     stand_in = types.ModuleType("flashinfer", __doc__)
     vars(stand_in)["BatchDecodeWithPagedKVCacheWrapper"] = StandInWrapper
     return stand_in

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU backend's packed caches, written by vLLM's own kernel, and views of them.
-
-The kernel is that of the library that the process has loaded: tests run this file in a process of its own
-for each of them.
-"""
+"""The CPU backend's caches as vLLM's kernel packs them; run for every library of kernels."""
 
 import kernel_libraries
 import pytest
@@ -38,11 +34,7 @@ def halves_of(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def write_packed(
     ops, case: Case, isa: str, tokens: tuple[torch.Tensor, torch.Tensor], scale: float = 1.0
 ) -> torch.Tensor:
-    """Write the tokens in a random order.
-
-    With a scale that is a power of two the kernel quantises them to just the numbers that they stand for.
-    Returns the cache as vLLM keeps it.
-    """
+    """Write the tokens in a random order; scales are powers of two, so that none is rounded."""
     cache = empty_cache(KVCacheLayout.LBHNC, case)
     if cache.dtype in CACHE_NAMES:
         cache = cache.view(torch.uint8)
@@ -60,7 +52,6 @@ def rows_of(case: Case, cache: torch.Tensor, isa: str) -> KVRows:
 
 @pytest.fixture
 def ops_for(ops, isa):
-    """The kernels, where they pack for `isa`."""
     if isa == "amx" and kernel_libraries.loaded() != "avx512_bf16":
         pytest.skip("only the library for AVX512_BF16 packs for AMX")
     return ops

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's CPU attention in layers of one KV cache group that differ in their window, against float64.
-
-The kernel is that of the library that the process has loaded: tests run this file in a process of its own
-for each of them.
-"""
+"""vLLM's CPU attention where layers of a group differ in their window; run for every library of kernels."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -12,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import dense_attention
 from torch import nn
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import CpuArchEnum, current_platform
@@ -107,9 +104,18 @@ class Layers:
 
     def error(self, index: int) -> float:
         """The largest one of a layer's output, for random queries, keys and values."""
-        *inputs, output = self._forward(index)
-        right = self._attend(*inputs, self.windows[index])
-        return (output - right).abs().max().nan_to_num(torch.inf).item()
+        query, keys, values, output = self._forward(index)
+        window, ends, right = self.windows[index], self.lens.cumsum(0).tolist(), []
+        for request, (end, length) in enumerate(zip(ends, self.lens.tolist(), strict=True)):
+            own = query[self.starts[request] : self.starts[request + 1]]
+            k, v = (
+                rows[end - length : end].repeat_interleave(NUM_HEADS // NUM_KV_HEADS, dim=1)
+                for rows in (keys, values)
+            )
+            distance = torch.arange(length)[-len(own) :, None] - torch.arange(length)
+            is_seen = (distance >= 0) & (distance < (window or length))
+            right.append(dense_attention(own, k, v, is_seen, scale=HEAD_SIZE**-0.5, sinks=self.sinks)[0])
+        return (output - torch.cat(right)).abs().max().nan_to_num(torch.inf).item()
 
     def error_after_other_work(self, index: int, other: int) -> float:
         """When another layer has left large values in the memory of both threads."""
@@ -118,7 +124,6 @@ class Layers:
         return self.error(index)
 
     def _forward(self, index: int, value_scale: float = 1.0) -> tuple[torch.Tensor, ...]:
-        """Random queries, keys and values, and a layer's output."""
         layer, num_tokens = self.layers[index], int(self.lens.sum())
         query = torch.randn(int(self.starts[-1]), NUM_HEADS, HEAD_SIZE)
         keys = torch.randn(num_tokens, NUM_KV_HEADS, HEAD_SIZE)
@@ -128,28 +133,6 @@ class Layers:
         output = torch.full_like(query, torch.nan)
         layer.impl.forward(layer, query, None, None, cache, self._metadata, output)
         return query, keys, values, output
-
-    def _attend(self, query, keys, values, window):
-        """In float64, request by request, with all weights."""
-        outputs, ends = [], self.lens.cumsum(0).tolist()
-        for index, end in enumerate(ends):
-            own = query[self.starts[index] : self.starts[index + 1]].double()
-            span = slice(end - int(self.lens[index]), end)
-            k, v = (
-                rows[span].double().repeat_interleave(NUM_HEADS // NUM_KV_HEADS, dim=1)
-                for rows in (keys, values)
-            )
-            logits = torch.einsum("qhd,khd->hqk", own, k) * HEAD_SIZE**-0.5
-            places = torch.arange(len(k))
-            distance = places[-len(own) :, None] - places
-            outside = (distance < 0) | (distance >= (window or len(k)))
-            logits = logits.masked_fill(outside, -torch.inf)
-            if self.sinks is not None:
-                sinks = self.sinks.double()[:, None, None].expand(-1, len(own), 1)
-                logits = torch.cat([logits, sinks], dim=-1)
-            weights = logits.softmax(-1)[..., : len(k)]
-            outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
-        return torch.cat(outputs)
 
 
 def test_vllm_itself_is_wrong_with_a_window_and_sinks_under_a_shared_plan():

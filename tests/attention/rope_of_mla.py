@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's RoPE on CPUs for queries of several heads [num_tokens, num_heads, head_size], as MLA hands them.
-
-The kernel is that of the library that the process has loaded: tests run this file in a process of its own
-for each of them.
-"""
+"""vLLM's RoPE on CPUs for queries of several heads, as MLA has them; run for every library of kernels."""
 
 import pytest
 import torch

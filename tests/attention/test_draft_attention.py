@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft attention over token-granular views against dense attention masked to the same tokens.
-
-Run as a program, this checks the Triton kernel in Triton's interpreter (see the test that does so).
-"""
+"""Draft attention over token views against dense attention; as a program, the Triton kernel interpreted."""
 
 import pytest
 import torch

@@ -127,8 +127,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize(
-    ("shape", "mebibytes"),
-    [("Llama-3.1-8B, Qwen3-8B", 161), ("Qwen3-14B", 212), ("64/8 heads", 387)],
+    ("shape", "mebibytes"), [("Llama-3.1-8B, Qwen3-8B", 161), ("Qwen3-14B", 212), ("64/8 heads", 387)]
 )
 def test_the_workspace_of_the_largest_graph_is_small(shape, mebibytes):
     """vLLM captures no more than 512 requests; a plan that does not fit goes to Triton (test_switch.py)."""

@@ -27,7 +27,6 @@ KEY_SCALE, VALUE_SCALE = 0.7, 1.3
 
 
 def whole_context(name: str) -> Case:
-    """One request with one query token, over all of its context."""
     torch.manual_seed(0)
     num_slots = -(-CONTEXT // PAGE) * PAGE
     halves = (torch.randn(num_slots, KV_HEADS, HEAD_SIZE).to(DTYPES[name]) for _ in range(2))
@@ -67,7 +66,6 @@ def layer_of(case: Case, name: str, implementation: type = CPUAttentionBackendIm
 
 
 def metadata_of(case: Case) -> SimpleNamespace:
-    """vLLM's, of a decode step of one request over its pages."""
     num_pages = len(case.keys) // PAGE
     table = torch.arange(num_pages, dtype=torch.int32).unsqueeze(0)
     where = dict(query_start_loc=torch.tensor([0, 1], dtype=torch.int32), block_table=table)

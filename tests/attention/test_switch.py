@@ -85,7 +85,6 @@ def make_plans(geometry: Geometry) -> plans.CommonLengthPlans | None:
 
 
 def logged(monkeypatch, logger, level: str) -> list[str]:
-    """What is logged from now on."""
     lines: list[str] = []
     monkeypatch.setattr(logger, level, lambda line, *args: lines.append(line % args))
     return lines
@@ -115,10 +114,7 @@ def test_the_switch_reads_token_views_with_flashinfer(flashinfer_stand_in, case)
 @settings(max_examples=40, deadline=None)
 @given(cases(), st.booleans(), st.booleans(), st.booleans())
 def test_the_switch_uses_a_layers_sinks_and_scales(case, quantises_queries, by_head, reads_by_head):
-    """A scale for all heads, or one for each KV head, as FlashAttention can; with queries, or without.
-
-    Other backends, as that for CPUs, store and read by the greatest of them, the layer's number.
-    """
+    """One scale for all heads or one per KV head; where backends read one for all, it is the greatest."""
     assert not CPUAttentionBackend.supports_per_head_quant_scales()
     dtype = case.query.dtype
     num_kv_heads = case.keys.shape[1]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from flashinfer_once import attend_with_flashinfer
 from hypothesis import strategies as st
+from reference import dense_attention
 from vllm.v1.kv_cache_interface import get_kv_quant_mode
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -33,8 +34,6 @@ layouts = st.sampled_from(KVCacheLayout)
 
 @dataclass(frozen=True)
 class Case:
-    """A batch of views over one layer's cache."""
-
     keys: torch.Tensor  # [num_slots, num_kv_heads, head_size], as they are stored
     values: torch.Tensor  # [num_slots, num_kv_heads, head_size], as they are stored
     page_size: int
@@ -59,32 +58,23 @@ class Case:
             for half in (self.keys, self.values)
         )
 
-    def expected(self) -> torch.Tensor:
-        """Dense attention over all slots with a mask, request by request and head by head, in float64."""
-        num_reqs, num_heads, _ = self.query.shape
+    def expected(self) -> Iterator[tuple[torch.Tensor, float]]:
+        """Dense attention over all slots with a mask, request by request; see `dense_attention`."""
+        num_heads, num_slots = self.query.shape[1], len(self.keys)
         group = num_heads // self.keys.shape[1]
-        keys, values = self.keys.double() * self.key_scale, self.values.double() * self.value_scale
-        result = torch.empty(self.query.shape, dtype=torch.float64)
-        for req in range(num_reqs):
-            for head in range(num_heads):
-                view = self.slots[req, head // group, : self.lens[req]].long()
-                hidden = torch.ones(self.keys.shape[0], dtype=torch.bool)
-                hidden[view] = False
-                logits = keys[:, head // group] @ self.query[req, head].double() * self.scale
-                if self.soft_cap:
-                    logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
-                logits = logits.masked_fill(hidden, -torch.inf)
-                if self.sinks is not None:
-                    logits = torch.cat([logits, self.sinks[head : head + 1].double()])
-                weights = logits.softmax(0)[: len(values)]
-                result[req, head] = weights @ values[:, head // group]
-        return result
+        scaled = self.keys.double() * self.key_scale, self.values.double() * self.value_scale
+        keys, values = (half.repeat_interleave(group, 1) for half in scaled)
+        options = {"scale": self.scale, "soft_cap": self.soft_cap, "sinks": self.sinks}
+        for query, slots, length in zip(self.query, self.slots, self.lens, strict=True):
+            is_seen = torch.zeros((num_heads, 1, num_slots), dtype=torch.bool)
+            views = slots[:, :length].long().repeat_interleave(group, 0).unsqueeze(1)
+            is_seen.scatter_(2, views, True)
+            yield dense_attention(query.unsqueeze(0), keys, values, is_seen, **options)
 
     def check(self, result: torch.Tensor) -> None:
         assert result.dtype == self.query.dtype and result.shape == self.query.shape
-        expected = self.expected()
-        without_cancelling = replace(self, values=self.values.float().abs()).expected()
-        error = (result.cpu().double() - expected).abs().max() / without_cancelling.max()
+        expected, sizes = zip(*self.expected(), strict=True)
+        error = (result.cpu().double() - torch.cat(expected)).abs().max() / max(sizes)
         assert error <= TOLERANCE[self.query.dtype], f"relative error {error:.2e}"
 
 
@@ -135,11 +125,7 @@ def cases(
 
 
 def empty_cache(layout: KVCacheLayout, case: Case, *, device: str = "cpu", page_stride: int = 1):
-    """One layer of a cache as vLLM allocates it for this layout.
-
-    With `page_stride`, only every `page_stride`-th block belongs to this cache.
-    Returns [num_blocks, num_kv_heads, page_size, 2 * head_size], full of NaN.
-    """
+    """NaN, [num_blocks, num_kv_heads, page_size, 2 * head_size]; `page_stride`: of the cache's blocks."""
     num_slots, num_kv_heads, head_size = case.keys.shape
     num_blocks = num_slots // case.page_size
     logical = (NUM_LAYERS, num_blocks * page_stride, num_kv_heads, case.page_size, 2 * head_size)
@@ -171,7 +157,6 @@ def run(case: Case, rows: KVRows, implementation: str, device: str = "cpu") -> t
 
 
 def moved(case: Case, distance: float) -> Case:
-    """With other keys."""
     return replace(case, keys=(case.keys.float() + distance).to(case.keys.dtype))
 
 

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hypothesis strategies for configurations, and checks of their outcome.
-
-Every configuration must be accepted or refused within seconds, without a traceback and before any weight is
-read (the model here has none).
-"""
+"""Strategies for configurations, which are accepted or refused in seconds, before any weight is read."""
 
 import contextlib
 import json
@@ -167,13 +163,11 @@ def text_of(value) -> str:
 def is_named(name: str, sentence: str) -> bool:
     """Return whether a sentence blames a field; after its fault it may list others."""
     blamed = re.split(r"did you mean|It takes ", sentence)[0]
-    return (
-        re.search(rf"(?<![\w.-]){re.escape(str(MagicDecConfigError(name)))}(?![\w.-])", blamed) is not None
-    )
+    shown = re.escape(str(MagicDecConfigError(name)))
+    return re.search(rf"(?<![\w.-]){shown}(?![\w.-])", blamed) is not None
 
 
 def assert_one_sentence(sentence: str, fields) -> None:
-    """Check that the sentence is one short line that names one of the fields."""
     assert sentence.isprintable() and len(sentence) < LONGEST_SENTENCE, sentence
     as_read = {*fields, *(name.replace("-", "_") for name in fields)}  # by vLLM
     assert any(is_named(name, sentence) for name in as_read), sentence

@@ -84,10 +84,7 @@ NO_NUMBER = "is neither a number nor 'auto'"
         ([*SELF, "--speculative-config.", "1"], "does not know the field ''"),
         ([*SELF, "--speculative-config.draft_kv_bugdet", "1"], "did you mean 'draft_kv_budget'"),
         ([*SELF, "--speculative-config.draft_kv_budget", "-0.5"], "draft_kv_budget=-0.5 is not possible"),
-        (
-            [*SELF, "--speculative-config.draft-kv-sink", "é\ud800"],
-            r"='é\ud800' is not possible",
-        ),
+        ([*SELF, "--speculative-config.draft-kv-sink", "é\ud800"], r"='é\ud800' is not possible"),
         ([*SELF, "--speculative-config.model", "null"], "model is given twice"),
         (["--speculative-config.draft_kv_budget", "0.5"], "belongs to method='magicdec-self'"),
         ([*SELF, "--num-speculative-tokens=-0.5"], f"--num-speculative-tokens: '-0.5' {NO_NUMBER}"),

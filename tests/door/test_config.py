@@ -88,7 +88,6 @@ def test_auto_uses_lookups_where_supported(model_dir):
 
 @pytest.mark.parametrize("engine", [{}, {"async_scheduling": False}, {"data_parallel_size": 2}])
 def test_auto_sets_scheduler_and_lengths(model_dir, engine):
-    """Dense data-parallel ranks each have such a scheduler."""
     fields = {"num_speculative_tokens": "auto", "max_num_speculative_tokens": 6, "draft_lookup": "off"}
     config = configure(model_dir, {"method": METHOD, **fields}, **engine)
     spec = config.speculative_config
@@ -253,7 +252,6 @@ def test_a_budget_with_room_for_4_drafts_is_too_small_for_the_16_of_auto(model_d
 
 
 def on_a_gpu(model_dir, monkeypatch, fields, *, v2: bool):
-    """Return the speculative configuration of an engine on a GPU."""
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(v2)))
     config = configure(model_dir, {"method": METHOD})

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that a configuration names: damaged files, special files, and files that any user may replace.
-
-Each is read, or refused in one sentence that names the field, before weights are read.
-"""
+"""Files of a configuration, damaged or special: read, or refused in a sentence before weights are read."""
 
 import json
 import os
@@ -216,9 +213,7 @@ def no_weight_reads() -> None:
         patch.setattr("safetensors.torch.load_file", read)
         patch.setattr("torch.load", read)
         # vLLM waits for two seconds before it retries a read.
-        patch.setattr(
-            "vllm.transformers_utils.repo_utils.time", SimpleNamespace(sleep=lambda seconds: None)
-        )
+        patch.setattr("vllm.transformers_utils.repo_utils.time", SimpleNamespace(sleep=lambda _: None))
         for path in DRAFTS.values():
             configure_draft(path)
         yield
@@ -288,10 +283,8 @@ def test_other_errors_are_not_reported_as_unreadable_drafts(monkeypatch, error_t
     def fail(*args, **kwargs) -> None:
         raise error_type("a fault")
 
-    for owner, attribute in (
-        (SpeculativeConfig, "create_draft_parallel_config"),
-        (speculative, "check_draft_model"),
-    ):
+    calls = {"create_draft_parallel_config": SpeculativeConfig, "check_draft_model": speculative}
+    for attribute, owner in calls.items():
         with monkeypatch.context() as patch:
             patch.setattr(owner, attribute, fail)
             with pytest.raises(error_type, match="a fault"):

@@ -43,12 +43,7 @@ def test_draft_model_configuration(model_dir, draft):
         ({}, {"draft_kv_policy": "snapkv"}, "use draft_kv_policy='streamingllm'"),
         ({}, {"draft_kv_policy": "verify-topk"}, "use draft_kv_policy='streamingllm'"),
         ({}, {"parallel_drafting": True}, "magicdec does not take 'parallel_drafting'"),
-        (
-            {},
-            {"draft_kv_cache": "ring"},
-            "no longer supported; remove it: a draft model's KV cache",
-        ),
-        ({}, {"draft_kv_bugdet": 1}, "did you mean 'draft_kv_budget'?"),
+        ({}, {"draft_kv_cache": "ring"}, "no longer supported; remove it: a draft model's KV cache"),
         ({"vocab_size": 128}, {}, "has a vocab_size of 128 and the target one of 64"),
         ({"max_position_embeddings": 2048}, {}, "reads at most 2048 tokens; use --max-model-len 2048"),
         ({"attention_chunk_size": 512}, {}, "draft models with local chunks"),
@@ -117,7 +112,6 @@ def auto_with(profile: str, draft: str | None = None) -> dict:
 
 @pytest.fixture
 def warned(monkeypatch):
-    """Capture warnings of the profile check."""
     lines = []
     monkeypatch.setattr(profiles.logger, "warning_once", lambda text, *values: lines.append(text % values))
     return lambda: [line for line in lines if "profile: " in line]

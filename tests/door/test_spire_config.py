@@ -27,18 +27,9 @@ def target(tmp_path_factory) -> str:
 
 def write_draft(path: Path, changes: dict | None = None, **fields) -> str:
     """Write a draft's config.json; configuring an engine needs no weights."""
-    described = {
-        "version": 1,
-        "target": "small",
-        "target_num_hidden_layers": 6,
-        "target_layers": [4, 5],
-        "sinks": 4,
-        "window": 252,
-        "num_draft_steps": 4,
-        "feedback_memory": True,
-        "target_activations": True,
-        **(changes or {}),
-    }
+    target = {"target": "small", "target_num_hidden_layers": 6, "target_layers": [4, 5]}
+    described = {"version": 1, **target, "sinks": 4, "window": 252, "num_draft_steps": 4}
+    described |= {"feedback_memory": True, "target_activations": True, **(changes or {})}
     config = {
         "architectures": ["MagicDecSpireForCausalLM"],
         "model_type": "llama",
@@ -146,10 +137,7 @@ def test_lookups_work_without_feedback_memory(target, tmp_path, monkeypatch):
     assert config.speculative_config.draft_lookup == "on"
     # On GPUs, passes of several tokens need KV pages.
     monkeypatch.setattr(config.device_config, "device_type", "cuda")
-    runner = SimpleNamespace(
-        **{name: getattr(config, name) for name in ("device_config", "model_config")},
-        use_v2_model_runner=True,
-        scheduler_config=config.scheduler_config,
-    )
+    parts = {name: getattr(config, name) for name in ("device_config", "model_config", "scheduler_config")}
+    runner = SimpleNamespace(use_v2_model_runner=True, **parts)
     with pytest.raises(MagicDecConfigError, match="a SPIRe draft reads single tokens; use draft_lo"):
         config.speculative_config._check_lookups(runner)

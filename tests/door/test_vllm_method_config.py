@@ -4,7 +4,6 @@
 import pickle
 
 import pytest
-from small_models import write_llama
 from test_config import configure
 from vllm.config.utils import replace
 
@@ -12,11 +11,6 @@ from vllm_magicdec.config import VllmMethodConfig
 from vllm_magicdec.errors import MagicDecConfigError
 
 AUTO = {"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": "auto"}
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return write_llama(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize(("fields", "most"), [({}, 8), ({"max_num_speculative_tokens": 5}, 5)])
@@ -45,9 +39,7 @@ def test_a_draft_with_a_kv_cache_may_have_a_window(model_dir, budget, tokens):
     fields = {"method": "draft_model", "model": model_dir, "num_speculative_tokens": 4}
     fields |= {"draft_kv_budget": budget}
     if tokens is None:
-        with pytest.raises(
-            MagicDecConfigError, match="draft_model: draft_kv_budget=4 is below one KV page"
-        ):
+        with pytest.raises(MagicDecConfigError, match="draft_model: draft_kv_budget=4 is below one KV"):
             configure(model_dir, fields)
         return
     config = configure(model_dir, fields)
@@ -61,11 +53,7 @@ def test_a_draft_with_a_kv_cache_may_have_a_window(model_dir, budget, tokens):
 @pytest.mark.parametrize(
     ("fields", "engine", "sentence"),
     [
-        (
-            {"draft_kv_budget": 64},
-            {},
-            "draft_kv_budget is not possible with method='ngram', which does not draft token by token over",
-        ),
+        ({"draft_kv_budget": 64}, {}, "draft_kv_budget is not possible with method='ngram', which"),
         ({"draft_kv_sink": 4}, {}, "draft_kv_sink belongs to method='magicdec-self'"),
         ({"num_speculative_tokens": 4, "max_num_speculative_tokens": 8}, {}, "max_num_speculative_tokens"),
         ({"num_speculative_tokens_per_batch_size": [(1, 8, 2)]}, {}, "both choose drafts; remove one"),

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A target that draws a token by a hash of all that it sees through a view, and rounds of its drafts.
-
-One entry too many, too few or out of date, and it draws another token.
-"""
+"""A target that samples by a hash of all that a view shows: one wrong entry, and the token is another."""
 
 import itertools
 import random
@@ -13,8 +10,6 @@ import torch
 from batches import NoSelector, make_batch, make_selections, make_slots
 from hypothesis import strategies as st
 
-from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
-from vllm_magicdec.drafting.staged import StagedDrafts
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.policies.streamingllm import StreamingLLM
 from vllm_magicdec.views import round as round_types
@@ -32,10 +27,7 @@ PAGE, WINDOW, NUM_LAYERS, NUM_KV_HEADS = 4, 6, 2, 2
 
 
 class Target:
-    """Four groups of layers: by pages, within a window, by pages of every layer's own, and by tokens.
-
-    `cache` has the tokens of each group by slot.
-    """
+    """Layers by pages, in a window, by pages of each layer, by tokens; `cache` has each group's by slot."""
 
     def __init__(
         self, cache: list[dict[int, int]], max_pass_tokens: int = 10**6, reads_ahead: bool = True
@@ -121,27 +113,12 @@ class Round:
         return [0 if skip else n for n, skip in zip(most, prefilling, strict=True)]
 
     def one_by_one(self) -> list[list[int]]:
-        """The drafts of one pass per token."""
         target = Target([dict(cache) for cache in self.cache])
         drafts, tokens, steps = [], self.batch.tokens, steps_of(self)
         for index in range(self.num_steps):
             tokens = target.run(steps.step(index, tokens)).tokens
             drafts.append(tokens.tolist())
         return [list(own)[:n] for own, n in zip(zip(*drafts, strict=True), self.wanted, strict=True)]
-
-    def staged(
-        self, lookups, max_pass_tokens: int = 10**6, reads_ahead: bool = True
-    ) -> tuple[list[list[int]], Target, dict[str, int]]:
-        """Return the drafts of staged passes, the target with their writes, and the counters."""
-        target = Target([dict(cache) for cache in self.cache], max_pass_tokens, reads_ahead)
-        counters = LookupCounters(Counts())
-        sizes = {"max_num_reqs": len(self.tables), "max_drafts": self.num_steps}
-        staged = StagedDrafts(target, lookups, counters, max_model_len=self.model_len, **sizes)
-        drafts = staged.draft(self.batch, self.num_steps, lambda: steps_of(self)).tokens
-        counted = {name.removeprefix("lookup_"): n for name, n in counters.totals.items()}
-        assert counted["passes"] == len(target.pass_lens) and not counted["cut_tokens"]
-        assert [len(own) for own in drafts] == [max(0, n) for n in self.wanted]
-        return drafts, target, counted
 
 
 @st.composite

@@ -17,7 +17,6 @@ from vllm_magicdec.lookup.history import History
 
 
 def batch_of(tokens: list[int]):
-    """Make a batch of one request with these tokens."""
     batch = make_batch(["a"], torch.arange(16, dtype=torch.int32).view(1, -1), [len(tokens) - 1])
     history = History(np.array(tokens[:-1], dtype=np.int32), tokens[-1:])
     return replace(batch, tokens=torch.tensor(tokens[-1:], dtype=torch.int32), histories=[history])

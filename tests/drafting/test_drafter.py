@@ -31,8 +31,6 @@ GAMMA, PAGE = 3, 32
 
 
 class Target:
-    """Drafts token 7, or fails."""
-
     is_broken = False
     num_tries = 0
 
@@ -48,7 +46,6 @@ class Target:
 
 
 def components_of(made: drafter.Drafter) -> dict[str, float]:
-    """Return the counted failures by component."""
     found = {name.partition(":")[2]: number for name, number in made.counts._added.items()}
     return {component: number for component, number in found.items() if component}
 

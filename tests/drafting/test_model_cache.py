@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft model's cache where the host knows bounds of what was accepted, in simulated engines.
-
-tests/engine/test_own_caches.py has real ones, also those whose host knows the results.
-"""
+"""A draft model's cache where the host knows bounds, simulated; engine/test_own_caches.py has real ones."""
 
 import random
 from dataclasses import dataclass, field
@@ -49,12 +46,7 @@ class ImaginedEngine:
     """
 
     def __init__(
-        self,
-        seed: int,
-        *,
-        is_async: bool = False,
-        max_num_tokens: int = 24,
-        lookup: str = "off",
+        self, seed: int, *, is_async: bool = False, max_num_tokens: int = 24, lookup: str = "off"
     ) -> None:
         self._rng = random.Random(seed)
         self._is_async = is_async

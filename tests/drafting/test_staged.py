@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes with looked-up tokens draft what one pass per token does, and write nowhere else.
-
-The target here is that of `hashing_target.py`; tests/engine/test_draft_lookup.py has real models.
-"""
+"""Passes with looked-up tokens draft what one pass per token does, and write nowhere else."""
 
 import itertools
 import random
@@ -17,7 +14,7 @@ from hypothesis import strategies as st
 from pytest import MonkeyPatch
 
 from vllm_magicdec import envs
-from vllm_magicdec.adaptive.draft_plan import NUM_BUCKETS, DraftPlan, bucket_of
+from vllm_magicdec.adaptive.draft_plan import NUM_BUCKETS, DraftLists, DraftPlan, bucket_of
 from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
 from vllm_magicdec.drafting.confidence import Confidence, Evidence, Predicted
 from vllm_magicdec.drafting.pauses import FAILURES_BEFORE_A_PAUSE
@@ -80,6 +77,30 @@ class KnownDrafts(RandomLookups):
         return Continuation(tokens, [1.0] * len(tokens))
 
 
+def make_staged(
+    drawn: Round, lookups, reads_ahead=True, max_pass_tokens=10**6, **others
+) -> tuple[StagedDrafts, Target]:
+    target = Target([dict(cache) for cache in drawn.cache], max_pass_tokens, reads_ahead)
+    sizes = {"max_num_reqs": len(drawn.tables), "max_drafts": drawn.num_steps}
+    sizes["max_model_len"] = drawn.model_len
+    return StagedDrafts(target, lookups, LookupCounters(Counts()), **sizes, **others), target
+
+
+def draft(staged: StagedDrafts, drawn: Round, plan: int | None = None) -> DraftLists:
+    plan = drawn.num_steps if plan is None else plan
+    return staged.draft(drawn.batch, plan, lambda: steps_of(drawn)).tokens
+
+
+def all_drafts(drawn: Round, lookups, *options) -> tuple[DraftLists, Target, dict[str, int]]:
+    """Draft all that is wanted; return also the target with its writes, and the counters."""
+    staged, target = make_staged(drawn, lookups, *options)
+    drafts = draft(staged, drawn)
+    counted = {name.removeprefix("lookup_"): n for name, n in staged._counters.totals.items()}
+    assert counted["passes"] == len(target.pass_lens) and not counted["cut_tokens"]
+    assert [len(own) for own in drafts] == [max(0, n) for n in drawn.wanted]
+    return drafts, target, counted
+
+
 @settings(max_examples=200, deadline=None)
 @given(rounds(), st.integers(0, 100), st.sampled_from([4, 6, 10**6]), st.booleans())
 def test_the_drafts_are_those_of_one_pass_per_token_whatever_was_looked_up(
@@ -87,7 +108,7 @@ def test_the_drafts_are_those_of_one_pass_per_token_whatever_was_looked_up(
 ):
     expected = drawn.one_by_one()
     lookups = RandomLookups(seed)
-    drafts, target, counted = drawn.staged(lookups, max_pass_tokens, reads_ahead)
+    drafts, target, counted = all_drafts(drawn, lookups, reads_ahead, max_pass_tokens)
     assert drafts == expected
     assert counted["tokens"] == (lookups.num_tokens if reads_ahead else 0)
     assert reads_ahead or {number for lens in target.pass_lens for number in lens} <= {1}
@@ -101,10 +122,10 @@ def test_the_drafts_are_those_of_one_pass_per_token_whatever_was_looked_up(
 @given(rounds())
 def test_a_lookup_that_is_always_right_takes_one_pass_and_none_takes_one_per_draft(drawn):
     expected = drawn.one_by_one()
-    drafts, _, counted = drawn.staged(KnownDrafts(expected))
+    drafts, _, counted = all_drafts(drawn, KnownDrafts(expected))
     assert drafts == expected and counted["passes"] == (1 if any(expected) else 0)
     assert counted["accepted_tokens"] == counted["tokens"] == sum(max(0, len(own) - 1) for own in expected)
-    drafts, _, counted = drawn.staged(KnownDrafts([]))
+    drafts, _, counted = all_drafts(drawn, KnownDrafts([]))
     assert drafts == expected and counted["passes"] == max(drawn.wanted)
     assert counted["tokens"] == 0
 
@@ -116,7 +137,7 @@ def test_a_pass_for_less_than_half_of_the_batch_is_left_out(drawn, known_to):
     expected = drawn.one_by_one()
     known = [own if known_to >> i & 1 else [] for i, own in enumerate(expected)]
     staged, target = make_staged(drawn, KnownDrafts(known), min_gain=0.5)
-    drafts = staged.draft(drawn.batch, drawn.num_steps, lambda: steps_of(drawn)).tokens
+    drafts = draft(staged, drawn)
     drafting = [i for i, wanted in enumerate(drawn.wanted) if wanted > 0]
     numbers = [len(known[i]) or min(1, len(expected[i])) for i in range(len(expected))]  # after a pass
     while running := [i for i in drafting if numbers[i] < drawn.wanted[i]]:
@@ -156,11 +177,9 @@ class OneThenAll(RandomLookups):
 @settings(max_examples=100, deadline=None)
 @given(rounds(), st.sampled_from([0.6, 0.8, 0.95]), st.sampled_from([0.0, 0.3, 0.7]), st.booleans())
 def test_worthwhile_lookups_follow_the_drafts_unchecked(drawn, chance, min_acceptance, is_probabilistic):
-    """Where no second pass is worth it."""
     expected = drawn.one_by_one()
     staged, target = make_staged(drawn, OneThenAll(chance), is_probabilistic=is_probabilistic)
-    plan = DraftPlan(drawn.num_steps, min_acceptance, 99.0)
-    drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn)).tokens
+    drafts = draft(staged, drawn, DraftPlan(drawn.num_steps, min_acceptance, 99.0))
     assert len(target.pass_lens) == drafts.num_passes == (max(drawn.wanted) > 0)
     assert read_of(drafts, target) == [own[:1] for own in expected]
     reached = Confidence().chance(Evidence(0.7, Predicted.NOTHING))
@@ -196,15 +215,6 @@ def test_a_source_that_fails_pauses_no_lookups(monkeypatch):
     assert staged._looks_up and staged._lookup_pauses.is_over()
 
 
-def make_staged(drawn: Round, lookups, reads_ahead=True, **others) -> tuple[StagedDrafts, Target]:
-    target = Target([dict(cache) for cache in drawn.cache], reads_ahead=reads_ahead)
-    sizes = {"max_num_reqs": len(drawn.tables), "max_drafts": drawn.num_steps}
-    staged = StagedDrafts(
-        target, lookups, LookupCounters(Counts()), max_model_len=drawn.model_len, **sizes, **others
-    )
-    return staged, target
-
-
 @settings(max_examples=100, deadline=None)
 @given(rounds(), st.floats(0.05, 0.9), st.floats(0.0, 3.0), st.integers(0, 9))
 def test_drafts_below_their_cost_are_neither_sampled_nor_verified(drawn, min_acceptance, min_gain, seed):
@@ -212,8 +222,7 @@ def test_drafts_below_their_cost_are_neither_sampled_nor_verified(drawn, min_acc
     staged, target = make_staged(drawn, CutLookups(seed))
     chance = 0.93
     staged._confidence.chance = lambda _: chance  # of every draft, whatever was looked up
-    plan = DraftPlan(drawn.num_steps, min_acceptance, min_gain)
-    drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn)).tokens
+    drafts = draft(staged, drawn, DraftPlan(drawn.num_steps, min_acceptance, min_gain))
     assert drafts.num_passes == len(target.pass_lens)
     worth = next(n for n in itertools.count() if chance ** (n + 1) < min_acceptance)
     read = read_of(drafts, target)
@@ -249,8 +258,7 @@ def test_unlikely_drafts_are_dropped_with_those_after_them(drawn, min_acceptance
     staged, target = make_staged(drawn, lookups, **options)
     chances = {Predicted.NOTHING: 0.9, Predicted.ANOTHER: 0.5, Predicted.THE_SAME: 0.97}
     staged._confidence.chance = lambda evidence: chances[evidence.predicted]
-    plan = DraftPlan(drawn.num_steps, min_acceptance) if by_plan else drawn.num_steps
-    drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn)).tokens
+    drafts = draft(staged, drawn, DraftPlan(drawn.num_steps, min_acceptance) if by_plan else None)
     for req_id, own, all_, wanted in zip(
         drawn.batch.req_ids, drafts, drawn.one_by_one(), drawn.wanted, strict=True
     ):
@@ -274,12 +282,11 @@ def test_rounds_of_lookups_alone_take_no_pass(drawn):
     expected = drawn.one_by_one()
     staged, target = make_staged(drawn, KnownDrafts(expected))
     for plan in (DraftPlan(drawn.num_steps, lookups_alone=True), DraftPlan(1, 0.1, 0.1, -100.0)):
-        drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn)).tokens
+        drafts = draft(staged, drawn, plan)
         assert drafts == expected and not drafts.num_passes and not target.pass_lens
     num_tokens = sum(map(len, expected))
     for min_expected_accepted, is_read in [(0.9 * num_tokens + 0.1, True), (0.9 * num_tokens - 0.1, False)]:
-        plan = DraftPlan(drawn.num_steps, 0.1, 0.0, min_expected_accepted)
-        drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn)).tokens
+        drafts = draft(staged, drawn, DraftPlan(drawn.num_steps, 0.1, 0.0, min_expected_accepted))
         assert bool(drafts.num_passes) == (is_read and num_tokens > 0)
 
 
@@ -294,15 +301,12 @@ def test_a_round_has_the_thresholds_of_its_bucket(drawn, is_known):
     for read in range(NUM_BUCKETS):
         promises = [inf if index == read else -inf for index in range(NUM_BUCKETS)]
         by_bucket = [DraftPlan(drawn.num_steps, min_expected_accepted=promise) for promise in promises]
-        plan = DraftPlan(drawn.num_steps, by_bucket=by_bucket)
-        drafts = staged.draft(drawn.batch, plan, lambda: steps_of(drawn)).tokens
+        drafts = draft(staged, drawn, DraftPlan(drawn.num_steps, by_bucket=by_bucket))
         assert drafts.bucket == bucket
         assert bool(drafts.num_passes) == (bucket == read and bool(drafting))
 
 
 class BrokenLookups(RandomLookups):
-    """They work for a while."""
-
     def __init__(self, num_good: int) -> None:
         super().__init__(0)
         self._left = num_good
@@ -322,11 +326,11 @@ def test_lookups_that_fail_leave_the_drafts_as_they_are(drawn, num_good):
         patched.setattr(envs, "strict", lambda: False)
         staged, _ = make_staged(drawn, BrokenLookups(num_good))
         for _ in range(2):
-            assert staged.draft(drawn.batch, drawn.num_steps, lambda: steps_of(drawn)).tokens == expected
-        unread = staged.draft(drawn.batch, DraftPlan(3, lookups_alone=True), lambda: steps_of(drawn)).tokens
+            assert draft(staged, drawn) == expected
+        unread = draft(staged, drawn, DraftPlan(3, lookups_alone=True))
         assert unread == [[]] * len(expected) or num_good
         # Another rank would go on with lookups.
         staged, _ = make_staged(drawn, BrokenLookups(0), is_alone=False)
         if max(drawn.wanted) > 1:  # for a single draft nothing is looked up
             with pytest.raises(RuntimeError):
-                staged.draft(drawn.batch, drawn.num_steps, lambda: steps_of(drawn))
+                draft(staged, drawn)

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes of all of a round's tokens draft what one pass per token does, as far as they get.
-
-The target draws a token by a hash of all that it sees: see `hashing_target.py`.
-tests/engine/test_device_lookups.py has real models, and the logits that are kept for missing drafts.
-"""
+"""Passes of all of a round's tokens draft what one pass per token does, as far as they get."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hashing_target import Target, assert_only_lookahead_was_written, rounds, steps_of
-from hypothesis import given, settings
+from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
 from vllm_magicdec.adaptive.metrics import Counts, LookupCounters
@@ -22,8 +18,6 @@ from vllm_magicdec.lookup.history import Texts
 
 
 class WideTarget(Target):
-    """With the texts of its requests."""
-
     def __init__(self, drawn, max_wide_reqs: int = 10**6) -> None:
         super().__init__([dict(cache) for cache in drawn.cache])
         self.most_reqs = max_wide_reqs
@@ -42,8 +36,6 @@ class WideTarget(Target):
 
 
 class RandomLookups:
-    """Any tokens; never an error."""
-
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
 
@@ -55,8 +47,6 @@ class RandomLookups:
 
 
 class KnownDrafts:
-    """What will be drafted."""
-
     def __init__(self, drafts: torch.Tensor) -> None:
         self._drafts = drafts
 
@@ -66,8 +56,6 @@ class KnownDrafts:
 
 
 class BrokenLookups(RandomLookups):
-    """After some."""
-
     def __init__(self, num_good: int) -> None:
         super().__init__(0)
         self._num_good = num_good
@@ -100,6 +88,10 @@ def all_fit(drawn) -> bool:
     """No request comes to the end of the model's length, one drafts, and there is a draft to look up."""
     fit = max(drawn.batch.known_lens) + drawn.num_steps <= drawn.model_len
     return fit and drawn.num_steps > 1 and not all(drawn.batch.is_prefilling)
+
+
+def a_round(is_wanted=all_fit):
+    return find(rounds(), lambda drawn: drawn.num_steps > 2 and is_wanted(drawn), settings=settings())
 
 
 def one_by_one(drawn) -> torch.Tensor:
@@ -160,7 +152,7 @@ def test_the_host_waits_only_for_drafts_that_are_made(monkeypatch):
 
     sent = module._Sent
     monkeypatch.setattr(module, "_Sent", send)
-    drawn = _a_round(all_fit)
+    drawn = a_round()
     wide, _ = wide_passes(WideTarget(drawn), drawn, RandomLookups(0), 1)
     drafts = torch.zeros((len(drawn.tables), drawn.num_steps), dtype=torch.int64)
     for round_ in range(1, 8):
@@ -169,7 +161,7 @@ def test_the_host_waits_only_for_drafts_that_are_made(monkeypatch):
 
 
 def test_rounds_that_wide_passes_do_not_suit_take_passes_of_one_token():
-    drawn = _a_round(lambda drawn: all_fit(drawn) and len(drawn.tables) == 3)
+    drawn = a_round(lambda drawn: all_fit(drawn) and len(drawn.tables) == 3)
     drafts = torch.zeros((3, drawn.num_steps), dtype=torch.int64)
     target = WideTarget(drawn, max_wide_reqs=2)
     wide, counters = wide_passes(target, drawn, RandomLookups(0), 2)
@@ -191,7 +183,7 @@ def test_rounds_that_wide_passes_do_not_suit_take_passes_of_one_token():
 
 def test_lookups_that_fail_leave_the_round_to_passes_of_one_token(monkeypatch):
     monkeypatch.setenv("VLLM_MAGICDEC_STRICT", "0")
-    drawn = _a_round(all_fit)
+    drawn = a_round()
     drafts = torch.zeros((len(drawn.tables), drawn.num_steps), dtype=torch.int64)
     # Also after the first of two passes, whose drafts the steps then make anew.
     target = WideTarget(drawn)
@@ -214,16 +206,3 @@ def test_lookups_that_fail_leave_the_round_to_passes_of_one_token(monkeypatch):
     wide, _ = wide_passes(WideTarget(drawn), drawn, BrokenLookups(0), 2, is_alone=False)
     with pytest.raises(RuntimeError, match="on purpose"):
         draft_round(wide, drafts, drawn.batch, steps_of(drawn))
-
-
-def _a_round(is_wanted):
-    found = []
-
-    @settings(max_examples=500, deadline=None, derandomize=True, database=None)
-    @given(rounds())
-    def look(drawn):
-        if not found and drawn.num_steps > 2 and is_wanted(drawn):
-            found.append(drawn)
-
-    look()
-    return found[0]

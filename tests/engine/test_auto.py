@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`auto` in real engines: what it chooses and reports; test_random_schedules.py changes its choices."""
 
+import itertools
 import json
 import re
 import subprocess
@@ -15,7 +16,6 @@ pytestmark = pytest.mark.extended
 
 
 def test_the_controller_chooses_and_reports_its_choices(prompts, plain):
-    """In metrics that the dashboard shows."""
     spec = engines.magicdec("auto")
     auto_run = engines.generate(prompts, GREEDY, own_process=True, max_num_seqs=16, speculative_config=spec)
     assert_same_tokens(plain, auto_run.results[0][0], "auto")
@@ -41,21 +41,15 @@ def test_the_machine_is_profiled(tmp_path, draft):
     profile = tmp_path / "profile.json"
     engine = {"dtype": "float32", "block_size": engines.PAGE, "enforce_eager": True}
     command = [
-        *("profile", "--model", str(engines.MODEL), "--batch", "1", "2", "--context", "100", "300"),
+        *(sys.executable, "-m", "vllm_magicdec", "profile", "--model", str(engines.MODEL)),
+        *("--batch", "1", "2", "--context", "100", "300", "--out", str(profile)),
         *("--engine", json.dumps({**engine, "max_num_batched_tokens": 256})),
         *("--speculative-config", json.dumps(speculation)),
-        *("--out", str(profile)),
     ]
-    child = subprocess.run(
-        [sys.executable, "-m", "vllm_magicdec", *command],
-        env=engines.environment(),
-        capture_output=True,
-        text=True,
-        timeout=engines.TIME_LIMIT_S,
-    )
+    options = {"env": engines.environment(), "capture_output": True, "text": True}
+    child = subprocess.run(command, timeout=engines.TIME_LIMIT_S, **options)
     assert child.returncode == 0, child.stdout + child.stderr
     steps = json.loads(profile.read_text())["steps"]
-    assert {(step["num_reqs"], step["drafted"]) for step in steps} == {
-        (num_reqs, drafted) for num_reqs in (1, 2) for drafted in range(3)
-    }
+    measured = {(step["num_reqs"], step["drafted"]) for step in steps}
+    assert measured == set(itertools.product((1, 2), range(3)))
     assert all(step["seconds"] > 0 for step in steps)

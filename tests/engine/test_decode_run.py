@@ -16,9 +16,8 @@ pytestmark = pytest.mark.extended
 
 def test_both_engines_decode_and_a_round_is_its_parts(tmp_path):
     out = tmp_path / "decode.json"
-    options = {"--context": 512, "--batch": BATCH, "--gamma": GAMMA, "--budget": 128, "--tokens": 64}
-    command = [sys.executable, "benchmarks/decode.py", "--turns", "1", "--out", str(out)]
-    command += [str(word) for option in options.items() for word in option]
+    sizes = f"--context 512 --batch {BATCH} --gamma {GAMMA} --budget 128 --tokens 64 --turns 1".split()
+    command = [sys.executable, "benchmarks/decode.py", *sizes, "--out", str(out)]
     env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
     run = subprocess.run(command, cwd=engines.HERE.parent, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookups on the device: output and drafts do not depend on the number of passes or on the lookups.
-
-On a GPU the host does not have the latest tokens; here the V2 runner looks up the same way on a CPU.
-"""
+"""Lookups on the device, by the V2 runner on a CPU: no number of passes or lookups changes the drafts."""
 
 import engines
 import pytest
@@ -41,7 +38,6 @@ def assert_drafts_are_those_of_one_pass_per_token(twice: dict) -> None:
     ids=["verify-topk", "a draft model", "snapkv from recorded graphs"],
 )
 def test_wide_passes_equal_one_pass_per_token(prompts, plain, spec, has_graphs):
-    """tests/drafting/test_model_cache.py checks a draft model's cache after too few passes."""
     batch, expected = on_v2(prompts, plain)
     batches = {"batches": [batch]}
     random = ("generate_with_random_lookups", {**batches, "seed": 3})
@@ -49,12 +45,11 @@ def test_wide_passes_equal_one_pass_per_token(prompts, plain, spec, has_graphs):
     if has_graphs:
         steps = [("record_graphs", {"sizes": [2, 4]}), *steps, ("count_replays", {})]
     run = run_on_device(steps, spec)
-    results = run.results
+    at_random, twice = run.results[1:3] if has_graphs else run.results
     if has_graphs:
-        _, *results, replays = results
+        replays = run.results[-1]
         # 4, 3, 2 and 1 requests at a time, each in the smallest graph that holds them.
         assert replays["2 x 6, a pass"] > 0 < replays["4 x 6, a pass"]
-    at_random, twice = results
     assert_drafts_are_those_of_one_pass_per_token(twice)
     for answers in (at_random, twice["batches"]):
         assert_same_tokens(expected, answers[0], "wide passes")
@@ -65,23 +60,19 @@ def test_wide_passes_equal_one_pass_per_token(prompts, plain, spec, has_graphs):
 
 @pytest.mark.parametrize("max_num_seqs", [4, 2])
 def test_sampled_drafts_and_their_logits_are_those_of_one_pass_per_token(prompts, plain, max_num_seqs):
-    """Drafts agree up to the number of passes; later ones are verified with the logits kept for them.
-
-    With `max_num_seqs=2` passes run uncaptured, since recorded graphs have no Triton kernels.
-    """
+    """With `max_num_seqs=2` passes are not recorded: recorded graphs have no Triton kernels."""
     batch, expected = on_v2(prompts, plain)
     sampled = {**batch["sampling"], "temperature": 0.8, "seed": 5}
     sampling = [sampled, batch["sampling"]] * (len(batch["prompts"]) // 2)
     batches = {"batches": [{**batch, "sampling": sampling}]}
-    run = run_on_device(
-        [
-            *([("run_passes_as_captured", {})] if max_num_seqs < 4 else []),
-            ("generate_with_random_lookups", {**batches, "seed": 3}),
-            ("generate_and_draft_twice", batches),
-        ],
-        with_lookups(6, draft_kv_budget=64, draft_sample_method="probabilistic"),
-        max_num_seqs=max_num_seqs,
-    )
+    steps = [
+        ("generate_with_random_lookups", {**batches, "seed": 3}),
+        ("generate_and_draft_twice", batches),
+    ]
+    if max_num_seqs < 4:
+        steps.insert(0, ("run_passes_as_captured", {}))
+    spec = with_lookups(6, draft_kv_budget=64, draft_sample_method="probabilistic")
+    run = run_on_device(steps, spec, max_num_seqs=max_num_seqs)
     at_random, twice = run.results[-2:]
     assert_drafts_are_those_of_one_pass_per_token(twice)
     for results in (at_random, twice["batches"]):

@@ -20,14 +20,9 @@ def lookup_metrics(run: engines.EngineRun) -> dict[str, int]:
 
 
 def test_passes_are_spared_and_counted(prompts, plain):
-    run = engines.generate(
-        prompts,
-        GREEDY,
-        speculative_config=with_lookups(draft_kv_budget=WHOLE_LEN, **POLICIES["snapkv by token"]),
-        max_model_len=WHOLE_LEN,
-        max_num_seqs=24,
-        max_num_batched_tokens=256,
-    )
+    spec = with_lookups(draft_kv_budget=WHOLE_LEN, **POLICIES["snapkv by token"])
+    sizes = {"max_model_len": WHOLE_LEN, "max_num_seqs": 24, "max_num_batched_tokens": 256}
+    run = engines.generate(prompts, GREEDY, speculative_config=spec, **sizes)
     assert_same_tokens(plain, run.results[0][0], "lookups")
     assert run.draft_failures == 0 and run.preemptions == 0
     assert run.accepted == run.drafted > 0, "a view of the whole context drafts what the target decodes"

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft model over a sparse view of its own KV cache (`method: magicdec`) changes no output.
-
-test_own_caches.py compares its cache with the target's.
-"""
+"""A draft model over a view of its own KV cache changes no output; test_own_caches.py checks the cache."""
 
 import engines
 import pytest
@@ -48,13 +45,12 @@ def test_a_late_catch_up_writes_to_no_page_that_a_window_has_left(prompts, plain
     """Such pages may belong to another group of layers by then, which shares the memory."""
     chosen = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))[:12]
     batch = {"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 300}
     run = engines.run(
         [("generate_with_late_prompts", {"batches": [batch]})],
         max_model_len=WHOLE_LEN,
-        max_num_seqs=4,
-        max_num_batched_tokens=128,
-        num_gpu_blocks_override=300,
         speculative_config=drafting_with(HYBRID, draft_kv_budget=WHOLE_LEN),
+        **sizes,
     )
     assert_same_tokens([plain[i] for i in chosen], run.results[0][0], "late prompts")
     assert run.draft_failures == 0 and run.accepted > 0

@@ -13,7 +13,6 @@ pytestmark = pytest.mark.extended
 
 @pytest.fixture(scope="module")
 def other_weights(tmp_path_factory) -> str:
-    """Return a folder of the tests' model with other linear layers."""
     folder = tmp_path_factory.mktemp("models") / "other"
     shutil.copytree(engines.MODEL, folder)
     path = folder / "model.safetensors"

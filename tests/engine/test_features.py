@@ -35,8 +35,7 @@ def test_greedy_output_is_unchanged_with_every_sampling_parameter():
 def test_drafting_adds_no_weights_no_layers_and_no_kv_cache(plain_run):
     run = engines.run([("describe_draft", {})], max_num_seqs=16, speculative_config=SPEC)
     worker = run.results[0]
-    assert worker["class"] == "MagicDecProposer"
-    assert worker["model_is_target"]
+    assert worker["class"] == "MagicDecProposer" and worker["model_is_target"]
     assert worker["attention_layers"] == 6  # the target's own
     assert run.num_kv_blocks == plain_run.num_kv_blocks
     assert (plain_run.num_lookahead_tokens, run.num_lookahead_tokens) == (0, 4)

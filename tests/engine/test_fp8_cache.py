@@ -21,7 +21,6 @@ ENGINE = {"kv_cache_dtype": "fp8", "max_num_seqs": 8, "max_model_len": WHOLE_LEN
 
 @pytest.fixture(scope="module")
 def answered():
-    """Prompts, and plain decoding's answers."""
     prompts = texts.prompts(8, 60, 900, seed=5)
     return prompts, engines.generate(prompts, GREEDY, **ENGINE).results[0][0]
 

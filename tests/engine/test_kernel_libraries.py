@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every library of kernels that vLLM may load on this machine: its KV cache is read, its output unchanged.
-
-So a machine with AVX-512 guards those without.
-"""
+"""Every library of kernels that vLLM may load here, so that AVX-512 machines guard those without."""
 
 import engines
 import kernel_libraries
@@ -21,8 +18,6 @@ pytestmark = [
 @pytest.mark.parametrize("tests", ["packed_layouts", "plans_by_window", "rope_of_mla"])
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_attention_of_the_library(library, tests):
-    """Packed caches are unpacked correctly, layers with different windows have separate plans, and models
-    are refused for their RoPE only if vLLM computes it wrongly."""
     engines.run_tests(f"{tests}.py", env=kernel_libraries.environment(library))
 
 

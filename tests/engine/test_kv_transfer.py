@@ -11,12 +11,8 @@ from greedy import assert_same_tokens
 pytestmark = pytest.mark.extended
 
 BY_TOKEN = magicdec(4, draft_kv_budget=256, **POLICIES["snapkv by token"])
-ENGINE = {
-    "own_process": True,
-    "max_num_seqs": 4,
-    "num_gpu_blocks_override": 257,
-    "enable_prefix_caching": False,
-}
+ENGINE = {"own_process": True, "max_num_seqs": 4, "num_gpu_blocks_override": 257}
+ENGINE["enable_prefix_caching"] = False
 
 
 def connector(role, path):
@@ -28,16 +24,12 @@ def connector(role, path):
 
 @pytest.fixture(scope="module")
 def chosen(prompts, plain):
-    """A batch, and its answers."""
     return few(prompts, plain, number=6, least=101, below=900, tokens=12)
 
 
 @pytest.fixture(scope="module")
 def last_parts(prompts):
-    """Prompts with 0 to 15 of the last 16 tokens, SnapKV's observation window, on pages that are sent.
-
-    A connector sends whole pages, so at least the last token is computed where the request decodes.
-    """
+    """Prompts with 0 to 15 of the last 16 tokens, SnapKV's window, on pages that are sent: whole ones."""
     long = max(prompts, key=len)
     return [long[start : start + 20 * PAGE + rest] for start, rest in enumerate((1, 5, 15, 16, 31, 0))]
 
@@ -65,12 +57,8 @@ def test_prompts_computed_by_another_server(chosen, last_parts, prefilled):
     pages = [(len(prompt) - 1) // PAGE * PAGE for prompt in batch["prompts"]]
     assert [request["cached_tokens"] for request in loaded] == pages
     assert run.accepted > 0 and run.draft_failures == 0
-    here = engines.run(
-        [("selections", {"prompts": last_parts})],
-        max_num_seqs=4,
-        enable_prefix_caching=False,
-        speculative_config=BY_TOKEN,
-    )
+    alike = {"max_num_seqs": 4, "enable_prefix_caching": False, "speculative_config": BY_TOKEN}
+    here = engines.run([("selections", {"prompts": last_parts})], **alike)
     for got, expected in zip(run.results[1], here.results[0], strict=True):
         assert got["end"] == expected["end"]
         positions, others = (np.array(one["positions"]) for one in (got, expected))  # [layers, heads, n]
@@ -82,19 +70,11 @@ def test_prompts_computed_by_another_server(chosen, last_parts, prefilled):
 
 @pytest.mark.parametrize("v2", [False, True], ids=["V1 runner", "V2 runner"])
 def test_prompts_saved_by_the_same_server(chosen, tmp_path, v2):
-    """The first batch is saved, and the second one's prompts are loaded.
-
-    The connector saves a layer's K/V whenever it is shown one: by the target's passes alone, a layer per
-    step.
-    """
+    """A layer's K/V is saved whenever the connector sees one: once a step, by the target's passes alone."""
     batch, truth = chosen
-    run = engines.run(
-        [("generate_and_note_saves", {"batches": [batch, batch]})],
-        v2=v2,
-        **ENGINE,
-        **connector("kv_both", tmp_path),
-        speculative_config=BY_TOKEN,
-    )
+    steps = [("generate_and_note_saves", {"batches": [batch, batch]})]
+    both = connector("kv_both", tmp_path)
+    run = engines.run(steps, v2=v2, **ENGINE, **both, speculative_config=BY_TOKEN)
     (result,) = run.results
     computed, loaded = result["batches"]
     assert_same_tokens(truth, computed, "saved")

@@ -46,8 +46,7 @@ def adapters(tmp_path_factory):
 
 
 def batches(adapters):
-    """A mixed batch, then an adapter loaded while the engine runs, then no adapter, then one prompt for
-    all adapters."""
+    """A mixed batch, an adapter that is loaded while serving, no adapter, and a prompt for all of them."""
     prompts = texts.prompts(6, 40, 400, seed=11)
     first, second, late = adapters
     mixed = [None, first, second, first, None, second]
@@ -63,9 +62,8 @@ def run(adapters, *, v2: bool, **engine):
     given = batches(adapters)
     if v2:
         given = [{**given[0], "sampling": {**SAMPLING, "max_tokens": V2_TOKENS}}]
-    return engines.run(
-        [("generate", {"batches": given})], v2=v2, max_model_len=MODEL_LEN, max_num_seqs=4, **LORA, **engine
-    )
+    sizes = {"max_model_len": MODEL_LEN, "max_num_seqs": 4}
+    return engines.run([("generate", {"batches": given})], v2=v2, **sizes, **LORA, **engine)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +90,6 @@ def test_every_request_drafts_with_its_own_adapter(adapters, plain, policy, look
 
 
 def test_a_draft_model_drafts_without_adapters_for_requests_with_them(adapters, plain):
-    """Their output is still the adapters'."""
     spec = {**magicdec(GAMMA, draft_kv_budget=64), "method": "magicdec", "model": str(engines.MODEL)}
     got = run(adapters, v2=False, speculative_config=spec)
     for expected, answers in zip(plain, got.results[0], strict=True):

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A draft's own KV cache holds all verified tokens in every round, under any schedule.
 
-Both drafts have the target's K/V, so that caches can be compared: the target itself, as a draft model with
-a view of the whole context, and a SPIRe draft whose blocks are the target's last and whose memory is the
-input of each block.
+Both drafts have the target's K/V: the target itself over the whole context, and a SPIRe draft whose blocks
+are the target's last and whose memory is the input of each block.
 """
 
 import engines
@@ -22,21 +21,13 @@ DRAFT_MODEL, SPIRE = "draft", "spire"  # as scenarios are named
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Folders of the drafts."""
-    spire = spire_drafts.write(
-        tmp_path_factory.mktemp("copying"),
-        MODEL,
-        num_layers=2,
-        sinks=4,
-        window=60,
-        noise=0,
-        memory=REMEMBERS_INPUTS * torch.eye(2, 3),
-    )
-    return {DRAFT_MODEL: MODEL, SPIRE: spire}
+    fields = {"sinks": 4, "window": 60, "noise": 0, "memory": REMEMBERS_INPUTS * torch.eye(2, 3)}
+    folder = tmp_path_factory.mktemp("copying")
+    return {DRAFT_MODEL: MODEL, SPIRE: spire_drafts.write(folder, MODEL, num_layers=2, **fields)}
 
 
 def run_watched(models, draft, steps, number=4, lookup="off", **engine):
-    """Run an engine whose caches are compared; return the run, the steps' results, and the comparison."""
+    """Compare an engine's caches; return the run, the steps' results, and the first rank's comparison."""
     fields = {"draft_kv_budget": engine["max_model_len"]} if draft == DRAFT_MODEL else {}
     run = engines.run(
         [(f"watch_{draft}_cache", {}), *steps, ("noted_by_ranks", {})],
@@ -52,10 +43,9 @@ def run_watched(models, draft, steps, number=4, lookup="off", **engine):
 @pytest.mark.parametrize("v2", [False, True], ids=["V1 runner", "V2 runner"])
 @pytest.mark.parametrize(("draft", "lookup"), [(DRAFT_MODEL, "off"), (DRAFT_MODEL, "on"), (SPIRE, "off")])
 def test_it_holds_the_verified_tokens(prompts, plain, models, draft, lookup, v2):
-    """Prompts come in chunks, requests are preempted, and the second batch finds prefixes of the first.
+    """A full page is complete in the draft's cache before the prefix cache shares it.
 
-    Without lookups the number of drafts changes at random, 0 included. A full page is complete in the
-    draft's cache before the prefix cache shares it. On V2 no write of SPIRe's memory waits for the device.
+    Without lookups the number of drafts is random. On V2 no write of SPIRe's memory waits for the device.
     """
     batch, expected = on_v2(prompts, plain) if v2 else ({"prompts": prompts, "sampling": GREEDY}, plain)
     batches = [batch, {**batch, "prompts": batch["prompts"][::-1]}]

@@ -84,22 +84,19 @@ def assert_gone(processes):
 @contextmanager
 def started(command, log, env):
     """Run a command with its output in `log`; the end of the block kills it and its children."""
-    process = None
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT)
     try:
-        with log.open("wb") as output:
-            process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT)
         yield process
     finally:
-        if process is not None:
-            left = below(process.pid) if process.poll() is None else []
-            for one in (process, *left):
-                with suppress(psutil.NoSuchProcess):
-                    one.kill()
-            process.wait()
+        left = below(process.pid) if process.poll() is None else []
+        for one in (process, *left):
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+        process.wait()
 
 
 def below(pid):
-    """Return all descendants of a process."""
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).children(recursive=True)
     return []
@@ -114,7 +111,6 @@ class Server:
     log: Path
 
     def ray(self):
-        """Return the address of its Ray cluster."""
         said = re.compile(r"Ray at (\S+); replicas start")
         return wait_for(lambda: said.search(self.log.read_text()), self.process, self.log)[1]
 
@@ -163,13 +159,9 @@ def plain_answers(documents):
     @functools.cache
     def ask():
         prompts = [texts.tokenizer().encode(text).ids for text in by_name.values()]
-        run = engines.generate(
-            prompts, {**GREEDY, "ignore_eos": False, "max_tokens": NUM_TOKENS}, max_num_seqs=8
-        )
-        return {
-            name: request["completions"][0]["text"]
-            for name, request in zip(by_name, run.results[0][0], strict=True)
-        }
+        sampling = {**GREEDY, "ignore_eos": False, "max_tokens": NUM_TOKENS}
+        (answers,) = engines.generate(prompts, sampling, max_num_seqs=8).results[0]
+        return {name: one["completions"][0]["text"] for name, one in zip(by_name, answers, strict=True)}
 
     return ask
 
@@ -183,13 +175,6 @@ class Jobs:
     answers: Path
     fault: Path
 
-    def get_stuck(self):
-        """Let every engine answer a few documents and then wait, so that no job ends too soon."""
-        self.fault.write_text(f"stuck:first={PASSES_TO_BE_STUCK}")
-
-    def go_on(self):
-        self.fault.write_text("")
-
     def start(self, log, *options):
         options = (str(self.folder), "--out", str(self.answers), "--max-tokens", str(NUM_TOKENS), *options)
         options = (*options, "--batch-size", "1", "--rows-per-file", "2", "--address", self.server.ray())
@@ -200,7 +185,6 @@ class Jobs:
         return sum(pq.read_metadata(file).num_rows for file in self.answers.glob("answers-*.parquet"))
 
     def replicas(self):
-        """Return the jobs' replicas, whether or not their engine has started."""
         found = []
         for one in below(self.server.process.pid):
             with suppress(psutil.NoSuchProcess):
@@ -226,7 +210,8 @@ def test_an_interrupted_job_resumes_and_a_dying_replica_loses_nothing(
     folder, by_name = documents
     jobs = Jobs(server, folder, tmp_path / "answers", tmp_path / "fault")
     log = tmp_path / "log"
-    jobs.get_stuck()
+    # Every engine answers a few documents and then waits, so that no job ends too soon.
+    jobs.fault.write_text(f"stuck:first={PASSES_TO_BE_STUCK}")
     with jobs.start(log) as job:
         wait_for(jobs.answered, job, log)
         its_replicas = jobs.replicas()
@@ -249,7 +234,7 @@ def test_an_interrupted_job_resumes_and_a_dying_replica_loses_nothing(
         wait_for(lambda: len(ever | {one.pid for one in jobs.replicas()}) == 3, job, log)
         assert_gone(its_engine)
         assert jobs.answered() < NUM_DOCUMENTS
-        jobs.go_on()
+        jobs.fault.write_text("")
         plain = plain_answers()  # while another engine starts, on one core
         job.wait(TIME_LIMIT_S)
     said = log.read_text()
@@ -272,10 +257,6 @@ def test_ray_serve_answers_as_plain_vllm(documents, plain_answers, server):
     with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none") as client:
         assert [model.id for model in client.models.list()] == ["tiny-llama"]
         names = list(by_name)[:4]
-        answers = [
-            client.completions.create(
-                model="tiny-llama", prompt=by_name[name], temperature=0, max_tokens=NUM_TOKENS
-            )
-            for name in names
-        ]
+        options = {"model": "tiny-llama", "temperature": 0, "max_tokens": NUM_TOKENS}
+        answers = [client.completions.create(prompt=by_name[name], **options) for name in names]
     assert [answer.choices[0].text for answer in answers] == [plain_answers()[name] for name in names]

@@ -42,31 +42,18 @@ DRAFTS = {
     "snapkv by page": {**SNAPKV, "draft_kv_granularity": "page", "draft_kv_budget": 128},
     "snapkv by token": {**SNAPKV, "draft_kv_granularity": "token"},
     # Without sinks, which leaves a page of four to choose.
-    "verify-topk": {
-        **PROBABILISTIC,
-        "draft_kv_policy": "verify-topk",
-        "draft_kv_sink": 0,
-        "draft_kv_budget": 128,
-    },
+    "verify-topk": PROBABILISTIC
+    | {"draft_kv_policy": "verify-topk", "draft_kv_sink": 0, "draft_kv_budget": 128},
 }
 
 
 @pytest.fixture(scope="module")
 def small_vocabulary_model(tmp_path_factory) -> Path:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=16,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=512,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    model = LlamaForCausalLM(config)
+    sizes = dict(vocab_size=16, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+    heads = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+    others = dict(max_position_embeddings=512, bos_token_id=0, eos_token_id=1)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, **others))
     for name, weight in model.named_parameters():
         if "norm" not in name:
             # Sharp attention makes the view matter; a sharp head makes drafts worth accepting.
@@ -110,10 +97,7 @@ def assert_same_distribution(
     sampling: dict = SAMPLING,
     **engine,
 ) -> EngineRun:
-    """Compare with a sample of the first seed and, if that is an unlikely one, of the second.
-
-    The second is compared with another truth: the first one may be what was unlikely.
-    """
+    """A second seed, against another truth, decides about an unlikely first sample."""
     p_values = []
     for seed in seeds:
         if p_values:
@@ -137,10 +121,7 @@ def plain_samples_without_limits(small_vocabulary_model) -> Counter:
 
 @pytest.fixture(scope="module")
 def drafts(small_vocabulary_model, tmp_path_factory) -> dict[str, Path]:
-    """Folders of draft models: the target's weights with noise, and a SPIRe draft of as many layers.
-
-    The memory of the SPIRe draft is mostly the input of each block.
-    """
+    """Draft models: the target's weights with noise, and SPIRe, whose memory is mostly a block's input."""
     folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(1)
     model = LlamaForCausalLM.from_pretrained(small_vocabulary_model)
@@ -263,13 +244,9 @@ def assert_lookups_are_sometimes_right(run: EngineRun, scenario: str) -> None:
 
 def test_the_test_catches_a_broken_acceptance_rule(small_vocabulary_model, plain_samples):
     """Drafts sampled from q but accepted as if q were uniform: close to right, and wrong."""
-    run = sample(
-        small_vocabulary_model,
-        NUM_SAMPLES,
-        "generate_with_broken_acceptance",
-        seed=12,
-        speculative_config=magicdec(2, draft_kv_budget=64, draft_sample_method="probabilistic"),
-    )
+    spec = magicdec(2, draft_kv_budget=64, **PROBABILISTIC)
+    scenario = "generate_with_broken_acceptance"
+    run = sample(small_vocabulary_model, NUM_SAMPLES, scenario, seed=12, speculative_config=spec)
     assert run.accepted > 0
     assert p_value(plain_samples, continuations(run)) < 1e-6
     assert p_value(plain_samples, continuations(run, V2_SAMPLES)) < 1e-6
@@ -288,12 +265,8 @@ def test_steps_without_drafts_take_every_limit_of_sampling(small_vocabulary_mode
     batches = [
         {"prompts": [PROMPT], "sampling": {**UNLIMITED, "max_tokens": 4, **limit}} for limit in limits
     ]
-    run = engines.run(
-        [("generate", {"batches": batches})],
-        skip_tokenizer_init=True,
-        max_model_len=256,
-        model=str(small_vocabulary_model),
-        speculative_config=magicdec(2, draft_kv_budget=64),
-    )
+    engine = {"model": str(small_vocabulary_model), "skip_tokenizer_init": True, "max_model_len": 256}
+    spec = magicdec(2, draft_kv_budget=64)
+    run = engines.run([("generate", {"batches": batches})], speculative_config=spec, **engine)
     for (answer,) in run.results[0]:
         assert len(answer["completions"][0]["tokens"]) == 4

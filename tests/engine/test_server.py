@@ -91,11 +91,9 @@ def test_hang_ups_of_clients_affect_no_other_request(server, prompts, plain):
 def test_chat_answers(server):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
         messages = [{"role": "user", "content": "# note: amber fox=4821\n# recall: amber fox="}]
-        answer = client.chat.completions.create(
-            model=str(engines.MODEL), messages=messages, temperature=0, max_tokens=8
-        )
-    assert answer.choices[0].message.content
-    assert answer.usage.completion_tokens > 0
+        options = {"temperature": 0, "max_tokens": 8}
+        answer = client.chat.completions.create(model=str(engines.MODEL), messages=messages, **options)
+    assert answer.choices[0].message.content and answer.usage.completion_tokens > 0
 
 
 def test_metrics_show_acceptance_and_failures(server):

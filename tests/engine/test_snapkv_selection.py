@@ -69,16 +69,11 @@ def scores_of_entries(granularity: str, scores: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("engine", [{}, {"max_num_batched_tokens": 64}], ids=["whole prompts", "chunks"])
 def test_the_engines_selection_is_the_references(prompts, engine, granularity):
-    """tests/policies/test_snapkv.py has other numbers of heads."""
     unit, sinks, recent, num_selected = GRANULARITIES[granularity]
     spec = {**SPEC, "draft_kv_granularity": granularity, "draft_kv_sink": SINK, "snapkv_kernel": KERNEL}
-    run = engines.run(
-        # Twice: the second time every prompt is in the prefix cache, and its queries are not computed.
-        [("selections", {"prompts": prompts})] * 2,
-        max_num_seqs=8,
-        speculative_config=spec,
-        **engine,
-    )
+    # Twice: the second time every prompt is in the prefix cache, and its queries are not computed.
+    steps = [("selections", {"prompts": prompts})] * 2
+    run = engines.run(steps, max_num_seqs=8, speculative_config=spec, **engine)
     reference = LlamaForCausalLM.from_pretrained(engines.MODEL, dtype=torch.float64)
     num_compared = 0
     for prompt, *selections in zip(prompts, *run.results, strict=True):

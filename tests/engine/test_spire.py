@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A SPIRe draft (a `model` trained by `magicdec train-draft`) follows its equations, losslessly.
-
-The drafts of the equations are untrained: they are the target's last blocks with noise.
-"""
+"""A SPIRe draft follows its equations, losslessly; here it is the target's last blocks with noise."""
 
 import engines
 import pytest
@@ -65,14 +62,8 @@ def test_failed_memory_loses_no_request(prompts, plain, v2, number):
 
 def test_the_shipped_draft_compiles_and_runs_in_separate_processes(prompts, plain):
     """As users run it: a trained draft, compiled, with separate processes for engine core and worker."""
-    run = engines.generate(
-        prompts,
-        GREEDY,
-        own_process=True,
-        enforce_eager=False,
-        max_num_seqs=8,
-        speculative_config=drafting_with(TINY_SPIRE),
-    )
+    as_users = {"own_process": True, "enforce_eager": False, "max_num_seqs": 8}
+    run = engines.generate(prompts, GREEDY, speculative_config=drafting_with(TINY_SPIRE), **as_users)
     assert_same_tokens(plain, run.results[0][0], "as users run it")
     assert run.draft_failures == 0 and run.accepted > 0.2 * run.drafted
     assert "256 tokens (4 sinks, the 252 latest)" in run.log

@@ -11,7 +11,8 @@ pytestmark = pytest.mark.extended
 
 PLUGIN = engines.HERE / "reasoning_until_newline.py"
 REASONING = {"reasoning_parser": "until_newline", "reasoning_parser_plugin": str(PLUGIN)}
-GRAMMARS = ({"regex": r"(yes|no), [0-9]{3,9}"}, {"choice": ["import os", "return None"]}, None)
+YES_OR_NO, CODE = {"regex": r"(yes|no), [0-9]{3,9}"}, {"choice": ["import os", "return None"]}
+GRAMMARS = ({"structured_outputs": YES_OR_NO}, {"structured_outputs": CODE}, {})
 AUTO = {"num_speculative_tokens": "auto", "max_num_speculative_tokens": 5}
 SPECS = {
     "magicdec-self": magicdec("auto", max_num_speculative_tokens=5, draft_kv_budget=128),
@@ -19,28 +20,17 @@ SPECS = {
 }
 
 
-def batch_of(prompts: list[list[int]]) -> dict:
-    sampling = [
-        {**GREEDY, "ignore_eos": False, **({"structured_outputs": grammar} if grammar else {})}
-        for grammar in (GRAMMARS[index % len(GRAMMARS)] for index in range(len(prompts)))
-    ]
-    return {"prompts": prompts, "sampling": sampling}
-
-
 @pytest.fixture(scope="module", params=[False, True], ids=["answer", "after reasoning"])
 def constrained(request, prompts):
     """Return settings, a batch and plain decoding's answers; grammars begin at once, or after a line."""
     settings = {"structured_outputs_config": REASONING} if request.param else {}
-    batch = batch_of([prompt for prompt in prompts if len(prompt) < 600][:9])
+    sampling = [{**GREEDY, "ignore_eos": False, **grammar} for grammar in GRAMMARS * 3]
+    batch = {"prompts": [prompt for prompt in prompts if len(prompt) < 600][:9], "sampling": sampling}
     run = engines.run([("generate", {"batches": [batch]})], max_model_len=WHOLE_LEN, **settings)
     (plain,) = run.results[0]
     texts = [answer["completions"][0]["text"] for answer in plain]
-    begun = [
-        text
-        for text in texts[::3]
-        if ("\n" in text or not request.param) and ("yes," in text or "no," in text)
-    ]
-    assert begun, texts
+    begun = (text for text in texts[::3] if "\n" in text or not request.param)
+    assert any("yes," in text or "no," in text for text in begun), texts
     return settings, batch, plain
 
 

@@ -14,7 +14,6 @@ MAX_DRAFTS = 5
 HEADS = {"eagle3": write_eagle3, "mtp": write_mtp}
 WINDOW = {"draft_kv_budget": 96, "draft_kv_sink": 1}  # three pages
 WINDOW_LINE = "a draft step reads at most 96 tokens (1 sink + 2 window pages of 32) of the draft's KV cache"
-LIMITS = (None, 0, 2)  # of requests, in turn
 # vLLM 0.32 cannot start another engine in a process that has looked up n-grams; the core is in it.
 OWN_PROCESS = {"own_process": True, "env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
 # The longest request and little else, so that requests are preempted.
@@ -23,7 +22,6 @@ SCHEDULE = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "num_gpu_blocks_ov
 
 @pytest.fixture(scope="module")
 def engine_of(tmp_path_factory):
-    """Return the model and speculative config of an engine by method."""
     written = {}
 
     def engine(method: str, **fields: object) -> dict:
@@ -52,15 +50,13 @@ def repetitive() -> tuple[list[list[int]], list[dict]]:
 
 def limited(batch: dict) -> dict:
     """Return the batch with a limit of drafts for two of three requests."""
-    sampling = [
-        batch["sampling"] if limit is None else {**batch["sampling"], "extra_args": limit_of(limit)}
-        for limit in (LIMITS[index % len(LIMITS)] for index in range(len(batch["prompts"])))
-    ]
+    limits = ({}, limit_of(0), limit_of(2)) * len(batch["prompts"])
+    sampling = [{**batch["sampling"], **limit} for limit in limits[: len(batch["prompts"])]]
     return {**batch, "sampling": sampling}
 
 
-def limit_of(drafts: object) -> dict:
-    return {"max_num_speculative_tokens": drafts}
+def limit_of(drafts: int) -> dict:
+    return {"extra_args": {"max_num_speculative_tokens": drafts}}
 
 
 def assert_unchanged(run: engines.EngineRun, expected: list[dict], what: str) -> None:
@@ -133,19 +129,12 @@ def test_the_controller_drafts_and_reports(prompts, plain, repetitive, engine_of
 
 @pytest.mark.parametrize("number", [4, "auto"])
 def test_requests_limit_their_own_drafts(prompts, plain, number):
-    """All requests take no drafts; then two of three have a limit."""
     chosen = range(0, len(prompts), 2)
     batch = {"prompts": [prompts[i] for i in chosen], "sampling": GREEDY}
-    none = {**batch, "sampling": {**GREEDY, "extra_args": limit_of(0)}}
+    none = {**batch, "sampling": {**GREEDY, **limit_of(0)}}
     spec = magicdec(number, draft_kv_budget=128)
-    run = engines.run(
-        [
-            ("generate_and_count", {"batches": [none]}),
-            ("generate_and_count", {"batches": [limited(batch)]}),
-        ],
-        max_num_seqs=8,
-        speculative_config=spec,
-    )
+    steps = [("generate_and_count", {"batches": [one]}) for one in (none, limited(batch))]
+    run = engines.run(steps, max_num_seqs=8, speculative_config=spec)
     off, some = run.results
     expected = [plain[i] for i in chosen]
     off_count, some_count = (run["counted"][SPEC_METRIC + "draft_tokens"] for run in (off, some))
@@ -155,6 +144,6 @@ def test_requests_limit_their_own_drafts(prompts, plain, number):
 
 
 def test_a_limit_that_is_none_is_refused_for_the_request_alone(prompts):
-    params = {**GREEDY, "extra_args": limit_of(-1)}
+    params = {**GREEDY, **limit_of(-1)}
     with pytest.raises(RuntimeError, match="vllm_xargs: max_num_speculative_tokens=-1 is no number"):
         engines.generate(prompts[:1], params, speculative_config=magicdec(4))

@@ -151,8 +151,6 @@ def spoil(summaries: Any, fault: Fault) -> None:
 
 
 def faulty_pass(run: Callable[..., Any], fault: Fault) -> Callable[..., Any]:
-    """Wrap `run` of a runner."""
-
     @functools.wraps(run)
     def run_faultily(runner: Any, draft_pass: Any) -> Any:
         if draft_pass.queries.lasts.max() >= 2:
@@ -176,10 +174,7 @@ def faulty_pass(run: Callable[..., Any], fault: Fault) -> Callable[..., Any]:
 
 
 def faulty_controller(controller: Any, fault: Fault) -> Any:
-    """Make a `Controller` raise, or choose trials with the number of drafts that a fault sets.
-
-    These trials are not charged to the controller's budget, which would allow none for hours afterwards.
-    """
+    """Raise, or choose trials with a fault's drafts; if charged, none would be allowed for hours."""
     choose, plan, explorer = controller.choose, controller.plan, controller.explorer
     lost_seconds = explorer._lost_seconds
     uncharged = 0  # steps

@@ -16,7 +16,6 @@ NONE = Match(0, [], [])
 
 
 def chance_of(calibration: Calibration, length: int, share: float) -> float:
-    """The probability of one token."""
     (chance,), _ = calibration.chances(length, [share], 0.0)
     return chance
 

@@ -100,7 +100,6 @@ def test_answers_of_finished_requests_are_a_source_and_prompts_are_not():
 
 
 def test_contexts_are_kept_until_their_requests_finish():
-    """However long they are preempted."""
     lookups, learned = Lookups(3, 1000, 16, {"served": ServedAnswers()}), []
     lookups._calibrations[0].observe = lambda *seen: learned.append(seen)
     for known in ([1, 2, 3, 1, 2], [1, 2, 3, 1, 2, 3]):
@@ -144,8 +143,6 @@ def test_at_a_tie_the_newer_half_wins(monkeypatch):
 
 
 class Fixed:
-    """A source with a fixed match."""
-
     def __init__(self, length: int, tokens: list[int]) -> None:
         self._match = Match(length, tokens, [1.0] * len(tokens))
 
@@ -185,8 +182,6 @@ def test_the_source_with_more_expected_tokens_wins_and_all_learn():
 
 
 class Broken(Fixed):
-    """A source that may fail."""
-
     is_broken = False
     num_asked = 0
 

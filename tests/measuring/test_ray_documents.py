@@ -34,11 +34,7 @@ def written(folder):
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    """Runs the example on `tmp_path / "in"` with answers in upper case, and errors for the `failing` texts.
-
-    Returns:
-        what was asked about, what was said, and how many documents have no answer.
-    """
+    """Runs the example with answers in upper case; returns what was asked, what was said, and the rest."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ray_cluster, "connect", lambda *_: None)
     (tmp_path / "in").mkdir()

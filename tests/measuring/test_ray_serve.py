@@ -11,7 +11,6 @@ import ray_serve
 
 @pytest.fixture
 def told(monkeypatch):
-    """Return the arguments of `LLMConfig` for given options."""
     of_ray = ModuleType("ray.serve.llm")
     of_ray.LLMConfig, of_ray.build_openai_app = dict, dict
     monkeypatch.setitem(sys.modules, of_ray.__name__, of_ray)

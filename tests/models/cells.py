@@ -34,13 +34,10 @@ Prompt = list[int] | dict[str, Any]
 
 
 def num_tokens(runner: str) -> int:
-    """Return the tokens that every request generates."""
     return V2_MAX_TOKENS if runner == "V2" else MAX_TOKENS
 
 
 class Cell(NamedTuple):
-    """One engine of the matrix."""
-
     family: Family
     runner: str
     policy: str
@@ -62,10 +59,7 @@ def prompts(family: Family) -> list[Prompt]:
 
 
 def _with_pictures(tokens: list[int], rng: random.Random) -> Prompt:
-    """Replace some tokens by pictures or a video of the same length.
-
-    A picture's token is 28 x 28 pixels, and a video's token is 28 x 28 pixels in two frames.
-    """
+    """Replace tokens by pictures (28 x 28 pixels per token) or a video (the same in two frames)."""
     if len(tokens) < 40:
         return tokens
     if len(tokens) == VIDEO_PROMPT_LEN:
@@ -97,11 +91,7 @@ class Answers(NamedTuple):
 
 
 def answer(cell: Cell) -> Answers:
-    """Run one cell.
-
-    Raises:
-        engines.RefusedError: The engine's configuration is refused.
-    """
+    """Run one cell; raises `engines.RefusedError` if the engine's configuration is refused."""
     family, runner, policy, budget = cell
     v2 = runner == "V2"
     chosen = V2_PROMPTS if v2 else range(len(PROMPT_LENS))
@@ -135,7 +125,6 @@ def plain(family: Family) -> list[dict[str, Any]]:
 
 
 def engine(family: Family) -> dict[str, Any]:
-    """Return the arguments of every engine for a family."""
     return {
         "model": str(checkpoint(family)),
         "skip_tokenizer_init": True,

@@ -35,7 +35,6 @@ def _directory() -> Path:
 
 
 def model_class(family: Family) -> type[nn.Module]:
-    """Return the family's class of `transformers`."""
     names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if family.is_multimodal:
         names = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -57,7 +56,6 @@ def checkpoint(family: Family) -> Path:
 
 @torch.no_grad()
 def fill(model: nn.Module, family: Family) -> None:
-    """Fill a model with reproducible random weights."""
     generator = torch.Generator().manual_seed(family.seed)
 
     def normal(parameter: torch.Tensor, mean: float, std: float) -> None:
@@ -99,20 +97,12 @@ def _num_inputs(weight: torch.Tensor) -> int:
 
 
 def _save_processors(path: Path) -> None:
-    """Save the tokenizer and the processors for pictures and videos."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
     tokenizer.add_special_tokens({"extra_special_tokens": list(VISION_TOKENS)})
     tokenizer.save_pretrained(path)
-    sizes: dict[str, Any] = {
-        "processor_class": "Qwen2VLProcessor",
-        "patch_size": 14,
-        "temporal_patch_size": 2,
-        "merge_size": 2,
-        "size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS},
-    }
-    for modality, name in (
-        ("image", "preprocessor_config.json"),
-        ("video", "video_preprocessor_config.json"),
-    ):
-        processor = {**sizes, f"{modality}_processor_type": f"Qwen2VL{modality.capitalize()}Processor"}
-        (path / name).write_text(json.dumps(processor))
+    sizes: dict[str, Any] = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
+    sizes["size"] = {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}
+    for modality, prefix in (("image", ""), ("video", "video_")):
+        own = {f"{modality}_processor_type": f"Qwen2VL{modality.capitalize()}Processor"}
+        processor = {"processor_class": "Qwen2VLProcessor", **sizes, **own}
+        (path / f"{prefix}preprocessor_config.json").write_text(json.dumps(processor))

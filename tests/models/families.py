@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model families: tiny configurations with each family's peculiar settings, and expected refusals.
-
-`test_matrix.py` tests them, and `models_page.py` writes docs/models.md from them.
-"""
+"""Model families in tiny: `test_matrix.py` tests them, `models_page.py` writes docs/models.md from them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,18 +12,9 @@ RUNNERS = ("V1", "V2")
 VOCAB_SIZE = 512
 # Prompts have up to 640 tokens; every window below is much shorter.
 MAX_POSITIONS = 1024
-_SIZES = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": MAX_POSITIONS,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-}
+_SIZES = dict(vocab_size=VOCAB_SIZE, hidden_size=128, intermediate_size=192, num_hidden_layers=4)
+_SIZES |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=MAX_POSITIONS)
+_SIZES |= dict(bos_token_id=0, eos_token_id=1, pad_token_id=2)
 _SCALED = {"factor": 4.0, "original_max_position_embeddings": 256}  # RoPE
 # A multimodal model's vocabulary is that of the shipped model's tokenizer and these four tokens.
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -36,39 +24,23 @@ VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = range(_TEXT_TOKENS, _TEXT_TOKEN
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """A family of models and its tiny configuration.
+    """A family of models and its tiny configuration."""
 
-    Attributes:
-        name: Name on the page.
-        model_type: Configuration name of `transformers`.
-        sizes: Configuration fields in addition to, or instead of, the common ones.
-        peculiar: Settings that the tiny model shares with large ones, for the page.
-        refusals: By policy, the beginning of the expected error message; everything else works.
-        engine: Arguments of every engine for this family.
-        embedding_std: Standard deviation of embeddings; if large, a tied head repeats the latest token.
-        seed: Seed of the weights, chosen so that no two best logits are close for the matrix's prompts.
-        caches_prefixes: Whether vLLM's CPU build supports prefix caching and chunked prefill for it.
-        window_excess: Tokens by which vLLM's windows are longer than those of `transformers`.
-        is_local: Every layer has a window, so a view of the window's length holds all visible tokens.
-        is_multimodal: Prompts have images or video.
-    """
-
-    name: str
-    model_type: str
-    sizes: Mapping[str, Any]
-    peculiar: str
-    refusals: Mapping[str, str] = field(default_factory=dict)
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    embedding_std: float = 1.0
-    seed: int = 0
-    caches_prefixes: bool = True
-    window_excess: int = 0
-    is_local: bool = False
-    is_multimodal: bool = False
+    name: str  # on the page
+    model_type: str  # of `transformers`
+    sizes: Mapping[str, Any]  # fields in addition to, or instead of, the common ones
+    peculiar: str  # settings that the tiny model shares with large ones, for the page
+    refusals: Mapping[str, str] = field(default_factory=dict)  # by policy, how the error message begins
+    engine: Mapping[str, Any] = field(default_factory=dict)  # arguments of every engine
+    embedding_std: float = 1.0  # if large, a tied head repeats the latest token
+    seed: int = 0  # chosen so that no two best logits are close for the matrix's prompts
+    caches_prefixes: bool = True  # and chunks prompts, in vLLM's CPU build
+    window_excess: int = 0  # tokens by which vLLM's windows are longer than those of `transformers`
+    is_local: bool = False  # every layer has a window, so a view of that length holds all visible tokens
+    is_multimodal: bool = False  # prompts have images or video
 
     @property
     def configuration(self) -> dict[str, Any]:
-        """Return the arguments of `transformers`' configuration class."""
         return dict(self.sizes) if self.is_multimodal else {**_SIZES, **self.sizes}
 
 
@@ -105,13 +77,9 @@ FAMILIES = (
     Family(
         "Qwen3-MoE",
         "qwen3_moe",
-        {
-            "head_dim": 32,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 64,
-            "norm_topk_prob": True,
-        },
+        dict(
+            head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True
+        ),
         "8 experts, 2 per token, norms of queries and keys",
         seed=11,
     ),
@@ -186,11 +154,7 @@ FAMILIES = (
     Family(
         "GPT-NeoX",
         "gpt_neox",
-        {
-            "hidden_size": 256,
-            "num_key_value_heads": 4,
-            **_rope("default", 10000.0, partial_rotary_factor=0.25),
-        },
+        dict(hidden_size=256, num_key_value_heads=4, **_rope("default", 1e4, partial_rotary_factor=0.25)),
         "RoPE on a quarter of a head, parallel residuals, biases, vLLM's Transformers backend",
         embedding_std=0.3,
         seed=11,
@@ -206,23 +170,16 @@ FAMILIES = (
     Family(
         "Granite",
         "granite",
-        {
-            "embedding_multiplier": 2.0,
-            "residual_multiplier": 0.7,
-            "attention_multiplier": 0.2,
-            "logits_scaling": 0.5,
-        },
+        dict(
+            embedding_multiplier=2.0, residual_multiplier=0.7, attention_multiplier=0.2, logits_scaling=0.5
+        ),
         "multipliers of embeddings, residuals, attention and logits",
         seed=14,
     ),
     Family(
         "Cohere 2",
         "cohere2",
-        {
-            "sliding_window": 64,
-            "layer_types": _alternating("sliding", "full", layers=4),
-            "logit_scale": 1.0,
-        },
+        dict(sliding_window=64, layer_types=_alternating("sliding", "full", layers=4), logit_scale=1.0),
         "a window of 64 in every second layer, no RoPE in the others, parallel residuals, tied head",
         embedding_std=0.3,
         window_excess=1,  # Cohere's window excludes the token itself, as vLLM notes
@@ -267,13 +224,7 @@ FAMILIES = (
                 "vocab_size": _TEXT_TOKENS + 64,
                 **_rope("default", 1000000.0, mrope_section=[4, 6, 6]),
             },
-            "vision_config": {
-                "depth": 2,
-                "embed_dim": 64,
-                "hidden_size": 128,
-                "num_heads": 2,
-                "mlp_ratio": 2,
-            },
+            "vision_config": dict(depth=2, embed_dim=64, hidden_size=128, num_heads=2, mlp_ratio=2),
             "vision_start_token_id": VISION_START,
             "vision_end_token_id": VISION_END,
             "image_token_id": IMAGE_PAD,

@@ -33,7 +33,6 @@ _NO_PREFIXES = "vLLM's CPU build neither caches its prefixes nor chunks its prom
 
 
 def page() -> str:
-    """Return the page in Markdown."""
     notes: list[str] = []
     head = ["model", "in the small one", *POLICIES]
     rows = [[_name(family, notes), family.peculiar, *_cells(family, notes)] for family in FAMILIES]

@@ -68,10 +68,7 @@ def parameters() -> Iterator[Any]:
 
 @cache
 def check_plain_answers(family: Family) -> None:
-    """Plain answers are `transformers`', varied, and have no near ties.
-
-    Otherwise the tests below would miss differences, or report rounding as one.
-    """
+    """Plain answers are `transformers`', varied, and without near ties: the tests can see differences."""
     model = None if family.is_multimodal else transformers_model(family)
     for prompt, request in zip(cells.prompts(family), cells.plain(family), strict=True):
         (completion,) = request["completions"]
@@ -126,7 +123,6 @@ def test_tokens_are_plain_decodings_and_full_views_are_accepted(cell):
 
 @pytest.mark.extended
 def test_mla_without_scaled_rope_is_refused_on_cpus():
-    """tests/attention/rope_of_mla.py demonstrates vLLM's bug."""
     mla = BY_NAME["DeepSeek-V2"]
     unscaled = {name: value for name, value in mla.sizes.items() if name != "rope_parameters"}
     cell = cells.Cell(replace(mla, sizes=unscaled, name="unscaled"), "V1", "streamingllm")
@@ -182,7 +178,6 @@ def test_passes_with_random_lookups_over_the_whole_context_are_all_accepted(name
 
 
 def assert_true(cell: cells.Cell, got: dict[int, dict[str, Any]], when: str) -> None:
-    """Assert that tokens are plain decoding's."""
     plain, length = cells.plain(cell.family), cells.num_tokens(cell.runner)
     expected = [first_tokens(plain[index], length) for index in got]
     assert_same_tokens(expected, list(got.values()), f"{cell}, {when}")

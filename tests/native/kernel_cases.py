@@ -54,10 +54,7 @@ class Batch:
 
 
 def write(bits, layout, pages, places, keys, values) -> None:
-    """Put keys and values [n, num_kv_heads, head_size] into `places` of `pages`, both [n], of a cache.
-
-    `bits` [num_blocks, num_kv_heads, page_size, 2 * head_size] may have any strides of the first two.
-    """
+    """Put keys and values [n, num_kv_heads, head_size] into `places` of `pages`, [n] each."""
     *outer, page_size, content = bits.shape
     count, num_kv_heads, head_size = keys.shape
     all_keys, all_values = bits.view(*outer, 2, page_size * content // 2).unbind(2)
@@ -114,25 +111,6 @@ def batches(draw, layout, max_query_len=32, windows=(0, 1, 7, 33, 100)) -> Batch
     if windows:
         options["window"] = draw(st.sampled_from(windows))
     return Batch(query, keys, values, cache, table, context_lens, query_lens, options)
-
-
-def truth(
-    query, keys, values, is_seen, *, scale, value_scale=1.0, soft_cap=0.0, sinks=None
-) -> tuple[torch.Tensor, float]:
-    """In float64, of one request; and the largest result there were if no two values cancelled.
-
-    `keys`, `values` [n, num_heads, head_size]; `is_seen` [num_queries, n] or [num_heads, num_queries, n].
-    """
-    logits = torch.einsum("qhd,khd->hqk", query.double(), keys.double()) * scale
-    if soft_cap:
-        logits = soft_cap * torch.tanh(logits / soft_cap)
-    logits = logits.masked_fill(~is_seen, -torch.inf)
-    if sinks is not None:
-        logits = torch.cat([logits, sinks.double().view(-1, 1, 1).expand(-1, len(query), 1)], dim=-1)
-    weights = logits.softmax(-1)[..., : len(keys)]
-    values = values.double() * value_scale
-    result = torch.einsum("hqk,khd->qhd", weights, values)
-    return result, torch.einsum("hqk,khd->qhd", weights, values.abs()).amax().item()
 
 
 def check(output: torch.Tensor, expected: torch.Tensor, size: float, soft_cap: float) -> None:

@@ -14,12 +14,12 @@ from kernel_cases import (  # noqa: F401
     kernel_of,
     readings,
     shared_batch,
-    truth,
     two_threads,
     variants,
     variants_and_layouts,
     write,
 )
+from reference import dense_attention
 from vllm.platforms import current_platform
 
 SOFT_CAP = 20.0  # of the comparison with vLLM's kernel
@@ -49,7 +49,7 @@ def test_pages_are_attended_to_as_in_float64(variant, layout, data, threads):
             for half in (batch.keys, batch.values)
         )
         part = slice(*batch.starts[request : request + 2].tolist())
-        expected = truth(batch.query[part], keys, values, is_seen, **batch.options)
+        expected = dense_attention(batch.query[part], keys, values, is_seen, **batch.options)
         check(output[part], *expected, batch.options["soft_cap"])
 
 
@@ -75,7 +75,6 @@ def test_a_long_context_is_summed_as_well_as_a_short_one(variant, query_len):
 
 
 def vllm_reads(layout: str, dtype: torch.dtype) -> bool:
-    """Whether vLLM's library of this machine has the layout for a model's dtype."""
     return layout != "amx" or (dtype == torch.bfloat16 and kernel_libraries.best() == "avx512_bf16")
 
 

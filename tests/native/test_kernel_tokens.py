@@ -9,11 +9,11 @@ from kernel_cases import (  # noqa: F401
     batches,
     check,
     kernel_of,
-    truth,
     two_threads,
     variants_and_layouts,
     write,
 )
+from reference import dense_attention
 
 
 @variants_and_layouts
@@ -37,7 +37,7 @@ def test_tokens_are_weighed_as_in_float64(variant, layout, data, threads):
         keys = batch.keys[request, :context].double().repeat_interleave(group, 1)
         # Of values that are 1 for one token each: its weights. [num_queries, num_heads, context].
         ones = torch.eye(context).unsqueeze(1).expand(-1, keys.shape[1], -1)
-        of_queries, _ = truth(batch.query[part], keys, ones, is_seen, **batch.options)
+        of_queries, _ = dense_attention(batch.query[part], keys, ones, is_seen, **batch.options)
         expected = of_queries.unflatten(1, (-1, group)).sum((0, 2))
         bound = (2e-6 + 4e-7 * batch.options["soft_cap"]) * max(1, length * group)
         torch.testing.assert_close(weights.double(), expected, rtol=0, atol=bound)
@@ -104,7 +104,9 @@ def test_selected_tokens_are_attended_to_as_in_float64(variant, layout, data, th
                 for half in (batch.keys, batch.values)
             )
             seen = torch.ones_like(seen) if sees_all else seen
-            expected.append((part, heads, *truth(batch.query[part, heads], keys, values, seen, **options)))
+            expected.append(
+                (part, heads, *dense_attention(batch.query[part, heads], keys, values, seen, **options))
+            )
     output = torch.full(batch.query.shape, torch.nan).to(batch.query.dtype)
     where = dict(query_starts=batch.starts, slots=slots, slot_lens=torch.tensor(lens, dtype=torch.int32))
     seen = None if sees_all else is_seen

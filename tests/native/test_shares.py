@@ -29,7 +29,7 @@ class Shape(NamedTuple):
 
 
 def share_out(shapes: list[Shape], folder: Path) -> list[list[Blocks]]:
-    """Blocks by thread of each shape, as the kernel's own code shares them out."""
+    """Blocks by thread of each shape."""
     program, source = folder / "shares", Path(__file__).with_name("shares.cpp")
     subprocess.run([*COMPILER, "-std=c++17", f"-I{FOLDER}", source, "-o", program], check=True)
     lines = []

@@ -68,7 +68,6 @@ def test_table_marks_cells_beyond_capacity_and_inflections(capsys):
 
 
 def planned(tmp_path, *arguments: object) -> dict:
-    """What a plan of one cell writes."""
     file = tmp_path / "plan.json"
     assert plan(*arguments, "--batch", 1, "--context", 4096, "--json", file) == 0
     return json.loads(file.read_text())

@@ -32,7 +32,6 @@ def speedups(shape: ModelShape) -> list[float]:
 
 
 def documented() -> list[str]:
-    """Return the lines of the table."""
     cells = (f"{batch} x {context:,}" for batch, context in CELLS)
     lines = [
         f"| model | layers that see everything | {' | '.join(cells)} |",

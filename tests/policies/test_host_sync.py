@@ -22,10 +22,7 @@ NUM_REQS, NUM_STEPS, NUM_LAYERS, NUM_KV_HEADS, HEAD_SIZE = 3, 4, 2, 2, 8
 PAGE, MODEL_LEN, NUM_BLOCKS = 16, 1024, 192
 CONTEXT_LENS = [900, 130, 40]
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
-COPIES = (
-    "__getitem__",
-    "__setitem__",
-)  # by a list of places, which CUDA copies to the device and waits for
+COPIES = ("__getitem__", "__setitem__")  # by a list of places, which CUDA copies to the device, waiting
 
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -94,7 +91,6 @@ class Target:
 
 
 def make_rounds(policy: str, granularity: str | None, device: torch.device) -> Callable[[Batch], None]:
-    """What prepares a round of a policy."""
     target = Target(device)
     shape = {"num_layers": NUM_LAYERS, "num_kv_heads": NUM_KV_HEADS, "head_size": HEAD_SIZE}
     hooks = {"observe": target.observe, "switch_attention": target.switch_attention}

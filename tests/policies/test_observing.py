@@ -87,7 +87,6 @@ def test_a_backend_that_splits_pages_changes_no_selection(granularity):
 
 
 def test_queries_are_recorded_of_whole_windows_and_of_the_latest_pass():
-    """tests/engine/test_snapkv_selection.py has selections by recorded and by recomputed queries."""
     recorder = WindowRecorder(4, torch.float32)
     cache = KVRows.of(torch.zeros((1, 1, 32, 16)), "FLASHINFER")
 

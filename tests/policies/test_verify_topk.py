@@ -10,7 +10,7 @@ import torch
 from batches import make_batch, make_engine, make_selections, steps_of_view
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import slot_of
+from reference import page_scores, slot_of, slots_of_pages
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from vllm_magicdec.attention import KVRows
@@ -69,10 +69,11 @@ class Scene:
         queries = 3 * torch.randn(shape, generator=self.rng)
         for layer in range(NUM_LAYERS):
             rows = KVRows.of(self.cache[layer], "FLASH_ATTN")
-            sinks = None if self.sinks is None else self.sinks[layer].flatten()
-            softmax = Softmax(SCALE, sinks=sinks)
-            self.verification.record(layer, queries[layer], Scales(), metadata, rows, softmax)
-        return queries.view(NUM_LAYERS, num_reqs, GAMMA + 1, NUM_KV_HEADS, GROUP, SIZE)
+            self.verification.record(layer, queries[layer], Scales(), metadata, rows, self.softmax(layer))
+        return queries.view(NUM_LAYERS, num_reqs, GAMMA + 1, NUM_KV_HEADS * GROUP, SIZE)
+
+    def softmax(self, layer: int) -> Softmax:
+        return Softmax(SCALE, sinks=None if self.sinks is None else self.sinks[layer].flatten())
 
     def steps(self) -> list:
         req_ids = [str(i) for i in range(len(self.context_lens))]
@@ -97,24 +98,12 @@ class Scene:
                     logits = query[request] @ self.keys(layer, request, page).transpose(1, 2)
                     assert (logits.amax(-1) <= bounds[request, ..., page] + 1e-4).all()
 
-    def weights(self, logits: torch.Tensor, layer: int, head: int, member: int) -> torch.Tensor:
-        """Of one query of a query head; the last logit is that of its sink, if it has one."""
-        if self.sinks is None:
-            return logits.softmax(0)
-        return torch.cat([logits, self.sinks[layer, head, member].view(1)]).softmax(0)[:-1]
-
-    def page_scores(
-        self, queries: torch.Tensor, layer: int, request: int, head: int, accepted: int
-    ) -> torch.Tensor:
-        """A softmax over the pages' bounds, summed over accepted positions and the head's group."""
-        scores = torch.zeros(math.ceil(self.context_lens[request] / PAGE))
-        for index, query in enumerate(queries[layer, request, :accepted, head].flatten(0, 1)):
-            bounds = []
-            for page in range(len(scores)):
-                keys = self.keys(layer, request, page)[head]
-                bounds.append(torch.maximum(query * keys.amin(0), query * keys.amax(0)).sum() * SCALE)
-            scores += self.weights(torch.stack(bounds), layer, head, index % GROUP)
-        return scores
+    def page_scores(self, queries: torch.Tensor, layer: int, request: int) -> torch.Tensor:
+        """Of a request's pages, by their keys and accepted queries [n, num_heads, size]."""
+        num_pages = math.ceil(self.context_lens[request] / PAGE)
+        keys = [self.keys(layer, request, page) for page in range(num_pages)]
+        ends = (torch.stack([end(own, 1) for own in keys], 1) for end in (torch.amin, torch.amax))
+        return page_scores(self.softmax(layer), queries, *ends)
 
 
 ROUNDS = (
@@ -141,10 +130,7 @@ def test_the_view_holds_sinks_recent_pages_and_the_best_of_the_others(context_le
                 expected = set(range(last_page + 1))
             else:
                 accepted = GAMMA + 1 - num_rejected[request]
-                scores = sum(
-                    scene.page_scores(queries, layer, request, head, accepted)
-                    for head in range(NUM_KV_HEADS)
-                )
+                scores = scene.page_scores(queries[layer, request, :accepted], layer, request)
                 first_recent = last_page + 1 - num_recent
                 middle = sorted(range(1, first_recent), key=lambda page: -scores[page])
                 chosen = middle[: max_pages - 1 - num_recent]
@@ -153,14 +139,7 @@ def test_the_view_holds_sinks_recent_pages_and_the_best_of_the_others(context_le
                 table = step.view.block_tables[layer, request].tolist()
                 length = int(step.view.lens[request])
                 seen = {slot_of(p, table, PAGE) for p in range(length)}
-                position = context_len + step_index
-                visible = {
-                    slot_of(p, own, PAGE)
-                    for page in expected
-                    for p in range(page * PAGE, page * PAGE + PAGE)
-                    if p <= position
-                }
-                assert seen == visible
+                assert seen == slots_of_pages(expected, context_len + step_index, own, PAGE)
 
 
 def test_summaries_bound_every_logit_and_follow_a_page_to_its_next_owner():
@@ -214,11 +193,7 @@ def test_models_whose_keys_have_a_bias_are_known(config, expected):
     st.booleans(),
 )
 def test_queries_are_stored_without_gaps(lens, num_padding, seed, are_quantised):
-    """A pass may have more requests than whole verifications would fit: `auto` verifies fewer drafts.
-
-    With `cudagraph_mode` FULL vLLM pads the requests where no token pads the batch. Quantised queries are
-    scaled by head.
-    """
+    """`auto` verifies fewer drafts of more requests; with cudagraph_mode FULL, vLLM pads the requests."""
     rng = torch.Generator().manual_seed(seed)
     num_tokens, num_queries = sum(lens), GAMMA + 1
     heads = {**HEADS, "group": GROUP}

@@ -9,6 +9,7 @@ import torch
 import triton_tools
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import page_scores
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_magicdec.attention import KVRows
@@ -103,26 +104,12 @@ def check(
                 # fp8 has 3 bits of mantissa; its smallest numbers are multiples of 2^-9.
                 error = dict(rtol=2**-4, atol=2**-10) if are_summaries_fp8 else dict(rtol=0, atol=0)
                 torch.testing.assert_close(rounded, exact, **error)
-            expected = scores_of_request(
-                caches[layer], queries[layer, request, : num_queries - int(num_rejected[request])], *stored
-            )
+            accepted = queries[layer, request, : num_queries - int(num_rejected[request])]
+            expected = page_scores(caches[layer][1], accepted.cpu(), *stored)
             scores = found[layer, request]
             assert (scores[len(expected) :] == 0).all()
             # Half a step of 1/8 in the logit.
             torch.testing.assert_close(scores[: len(expected)].double(), expected, atol=2e-5, rtol=0.065)
-
-
-def weights_of(softmax: Softmax, products: torch.Tensor, kv_head: int) -> torch.Tensor:
-    """Attention weights of one KV head's products [n, group, keys], in float64."""
-    logits = products * softmax.scale
-    if softmax.soft_cap:
-        logits = softmax.soft_cap * torch.tanh(logits / softmax.soft_cap)
-    if softmax.sinks is None:
-        return logits.softmax(-1)
-    group = logits.shape[1]
-    sinks = softmax.sinks[kv_head * group : (kv_head + 1) * group].cpu().double()
-    own = sinks.view(1, group, 1).expand(len(logits), group, 1)
-    return torch.cat([logits, own], -1).softmax(-1)[..., :-1]
 
 
 def ends_of_pages(rows: KVRows, blocks: torch.Tensor, context_len: int) -> list[torch.Tensor]:
@@ -131,20 +118,6 @@ def ends_of_pages(rows: KVRows, blocks: torch.Tensor, context_len: int) -> list[
     keys = keys.transpose(0, 1).flatten(1, 2)[:, :context_len]  # [num_kv_heads, context_len, head_size]
     by_page = keys.split(rows.page_size, 1)
     return [torch.stack([end(page, 1) for page in by_page], 1) for end in (torch.amin, torch.amax)]
-
-
-def scores_of_request(
-    cache: tuple[KVRows, Softmax], queries: torch.Tensor, least: torch.Tensor, greatest: torch.Tensor
-) -> torch.Tensor:
-    """[num_pages] float64: softmax over the pages' bounds, summed over accepted queries and heads."""
-    rows, softmax = cache
-    query = queries.cpu().double().unflatten(1, (rows.num_kv_heads, -1)).unsqueeze(3)
-    scores = []
-    for head in range(rows.num_kv_heads):
-        own = query[:, head]  # [n, group, 1, head_size]
-        bounds = torch.maximum(own * least[head], own * greatest[head]).sum(-1)
-        scores.append(weights_of(softmax, bounds, head).sum((0, 1)))
-    return torch.stack(scores).sum(0)
 
 
 cases = given(
@@ -189,8 +162,6 @@ def check_far_heads() -> None:
 
 
 class CountedOperators(TorchDispatchMode):
-    """How many of torch's operators ran."""
-
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -24,8 +24,6 @@ LOWEST_PRIORITY = 3
 
 @dataclass
 class Answer:
-    """Tokens, texts and finish reasons by completion."""
-
     tokens: list[list[int]]
     texts: list[str]
     finish_reasons: list[str | None]
@@ -35,8 +33,6 @@ class Answer:
 
 @dataclass
 class Outcome:
-    """Outcome of a request: an answer, a hang-up of the client, or an error."""
-
     request: int  # index
     answer: Answer | None = None
     hung_up: bool = False
@@ -44,7 +40,6 @@ class Outcome:
 
 
 def client_of(url: str) -> openai.AsyncOpenAI:
-    """Return the official client, without retries."""
     return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S)
 
 
@@ -136,7 +131,6 @@ class Traffic:
         self._slots.release()
 
     async def run_steps(self, number: int) -> None:
-        """Make the server generate this many tokens."""
         await ask(self._client, Request("greedy", [5], max_tokens=number))
 
     async def close(self) -> None:

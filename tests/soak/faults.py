@@ -42,10 +42,7 @@ class Window:
 
 @dataclass
 class Faults:
-    """Switches faults on and off: in `file`, from which the server reads them.
-
-    Its log reports the first time a fault happens. The run takes longer if a fault is slow to happen.
-    """
+    """Switches faults on and off in `file`, which the server reads; a slow one makes the run longer."""
 
     file: Path
     log: Path
@@ -55,10 +52,7 @@ class Faults:
     windows: list[Window] = field(default_factory=list)
 
     async def run(self) -> None:
-        """Inject every fault in a separate window, the controller's last.
-
-        Time is counted in sleeps, so that a pausing virtual machine does not shorten a window.
-        """
+        """Inject each fault in a window, counted in sleeps, which no pause of the machine shortens."""
         *names, last = FAULTS
         every_s = MIDDLE * 60 * self.minutes / len(names)
         await asyncio.sleep(FIRST * 60 * self.minutes)

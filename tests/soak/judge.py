@@ -24,8 +24,6 @@ MAX_MORE_FDS = 4
 
 
 class Check(NamedTuple):
-    """One bound."""
-
     bound: str
     value: str
     holds: bool | None  # None if the run is too short to judge
@@ -34,7 +32,6 @@ class Check(NamedTuple):
 def judge_answers(
     sent: Sequence[Request], plain: Sequence[Answer | None], outcomes: Sequence[Outcome]
 ) -> dict[str, Any]:
-    """Count outcomes and collect the first reasons."""
     names = ("hung_up", "lost", "incomplete", "same", "rounding", "differs", "sampled")
     counts, reasons = Counter(dict.fromkeys(names, 0)), []
     for outcome in outcomes:
@@ -81,6 +78,7 @@ def checks_of_traffic(record: Mapping[str, Any]) -> list[Check]:
     fds = max(number - first["num_fds"].get(role, number) for role, number in last["num_fds"].items())
     types = set(requests.TYPES if num_sent >= 100 else ())
     least = round(MIN_SHARE_SENT * record["rate"] * 60 * minutes)
+    is_preempted = last["preemptions"] > 0 if num_sent >= MIN_REQUESTS_FOR_PREEMPTIONS else None
     return [
         Check(f"requests sent, at least {least:,}", f"{num_sent:,}", num_sent >= least > 0),
         none("types of requests not sent", types - set(answers["types"])),
@@ -95,11 +93,7 @@ def checks_of_traffic(record: Mapping[str, Any]) -> list[Check]:
         none("faults that never happened", FAULTS.keys() - happened),
         none("failures and pauses not counted", {name for one in windows for name in one["uncounted"]}),
         none("bad input with another answer than 4xx", improper),
-        Check(
-            "preemptions, some",
-            f"{last['preemptions']:,.0f}",
-            last["preemptions"] > 0 if num_sent >= MIN_REQUESTS_FOR_PREEMPTIONS else None,
-        ),
+        Check("preemptions, some", f"{last['preemptions']:,.0f}", is_preempted),
         Check(
             f"growth of memory per 1,000 requests, below {MAX_MB_PER_1000:g} MB",
             ", ".join(f"{role} {number:.2f} MB" for role, number in growth.items()),
@@ -128,7 +122,6 @@ def checks_of_kill(kill: Mapping[str, Any]) -> list[Check]:
 
 
 def checks_of(record: Mapping[str, Any]) -> list[Check]:
-    """Return all bounds of a record."""
     traffic = checks_of_traffic(record["traffic"]) if "traffic" in record else []
     return [*traffic, *(check for kill in record.get("kills", []) for check in checks_of_kill(kill))]
 

@@ -34,8 +34,6 @@ DIED = r"(?:EngineDeadError|died unexpectedly|Engine core proc \S+ died)[^\n]*"
 
 @dataclass(frozen=True)
 class Kill:
-    """A way to end a server."""
-
     strike: Callable[[Server], None]
     reason: str  # pattern, in the log
     max_s: float = 60.0  # until the server has ended
@@ -85,10 +83,7 @@ async def answer_of(server: Server, known: Request) -> list[list[int]]:
 async def strike(
     server: Server, footprint: Footprint, kill: Kill, known: Request, fault: Path
 ) -> dict[str, Any]:
-    """End the server in the middle of answers.
-
-    Draft passes are slow until then, so that no answer ends before a client on a busy machine runs.
-    """
+    """End the server in the middle of answers; until then slow draft passes keep them from ending."""
     fault.write_text(FAULTS["slow"][0])
     num_chunks = [0] * NUM_STREAMS
     request = replace(known, max_tokens=kill.tokens)

@@ -47,8 +47,6 @@ TYPES = {**GREEDY, **SAMPLED}
 
 @dataclass(frozen=True)
 class Request:
-    """A request to /v1/completions."""
-
     type: str
     prompt: Sequence[int]  # token ids
     max_tokens: int
@@ -63,7 +61,6 @@ class Request:
         return int(self.options.get("n", 1))
 
     def arguments(self, **more: Any) -> dict[str, Any]:
-        """Return the arguments of the client's `completions.create`."""
         extra = {"return_token_ids": True, "return_tokens_as_token_ids": True, **self.options, **more}
         temperature = extra.pop("temperature", 0)
         return {

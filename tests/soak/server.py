@@ -50,7 +50,6 @@ LEFT_BY_VLLM = ("????????-????-????-????-????????????", "vllm_dist_*", "torchind
 
 
 def speculation(**fields: Any) -> list[str]:
-    """Return options of `vllm serve` for `auto`."""
     config = {"method": "magicdec-self", "num_speculative_tokens": "auto", **fields}
     return ["--speculative-config", json.dumps(config)]
 
@@ -85,7 +84,6 @@ class Footprint:
         self._shared: set[Path] = set()
 
     def note(self, server: Server) -> None:
-        """Record the server's current processes and shared memory."""
         for process in processes_of(server):
             self._processes.add(process)
             with suppress(OSError):  # it has just ended
@@ -153,7 +151,6 @@ class Watch:
     samples: list[dict[str, Any]] = field(default_factory=list)
 
     async def watch(self, every_s: float) -> None:
-        """Take samples until cancelled."""
         while True:
             await self.take()
             await asyncio.sleep(every_s)

@@ -5,7 +5,7 @@ import torch
 from batches import NoSelector, make_batch, make_selections, make_slots, steps_of_view
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import slot_of
+from reference import slot_of, slots_of_pages
 
 from vllm_magicdec.views.layer_pages import LayerPageViews
 from vllm_magicdec.views.pages import PageBudget
@@ -90,10 +90,5 @@ def test_every_step_sees_selected_sink_and_recent_pages(case, seed):
                     budget, selected[index, layer], ends[index], last // PAGE + 1, allowed[index]
                 )
                 assert len(expected) <= budget.max_entries
-                visible = {
-                    slot_of(p, own, PAGE)
-                    for page in expected
-                    for p in range(page * PAGE, page * PAGE + PAGE)
-                    if p <= position
-                }
+                visible = slots_of_pages(expected, position, own, PAGE)
                 assert len(seen) == len(visible) and set(seen) == visible

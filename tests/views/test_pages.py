@@ -38,11 +38,6 @@ def make_budget(*, page_size, model_len, num_steps, sink, budget, min_budget=256
     return PageBudget.from_tokens(**tokens, num_speculative_tokens=num_steps, max_model_len=model_len)
 
 
-def make_views(budget, max_num_reqs, num_steps, model_len):
-    slots = make_slots(budget.unit, max_num_reqs, num_steps, model_len)
-    return PageViews(StreamingLLM(None, budget, CPU), slots)
-
-
 @settings(max_examples=400, deadline=None)
 @given(rounds())
 def test_every_step_sees_sinks_and_window_and_writes_to_its_own_slot(case):
@@ -61,7 +56,8 @@ def test_every_step_sees_sinks_and_window_and_writes_to_its_own_slot(case):
     blocks = torch.randperm(num_reqs * max_blocks, generator=torch.Generator().manual_seed(7))
     block_table = blocks.view(num_reqs, max_blocks).to(torch.int32)
 
-    views = make_views(page_budget, num_reqs + 2, num_steps, model_len)
+    slots = make_slots(page_size, num_reqs + 2, num_steps, model_len)
+    views = PageViews(StreamingLLM(None, page_budget, CPU), slots)
     batch = make_batch([str(i) for i in range(num_reqs)], block_table, context_lens)
     steps = steps_of_view(views.prepare(batch, num_steps), num_steps)
 

@@ -19,7 +19,6 @@ def test_rounds_by_kernels_are_those_of_the_reference():
 
 
 def rerun(test: Callable[..., None], *strategies: st.SearchStrategy) -> None:
-    """With fewer examples."""
     settings(max_examples=40, deadline=None)(given(*strategies)(test.hypothesis.inner_test))()
 
 

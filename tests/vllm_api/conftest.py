@@ -33,7 +33,6 @@ def configure(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def configure_tiny():
-    """Returns a function that configures an engine of the shipped model on the CPU."""
     register()
 
     def make(**speculative):
@@ -52,12 +51,8 @@ def capture(monkeypatch):
     monkeypatch.setattr(type(current_platform), "get_global_graph_pool", lambda *_: None, raising=False)
 
     def make(config):
-        manager = cudagraph_utils.CudaGraphManager(
-            config,
-            "cuda",
-            config.compilation_config.cudagraph_mode,
-            decode_query_len=config.num_speculative_tokens + 1,
-        )
+        mode, query_len = config.compilation_config.cudagraph_mode, config.num_speculative_tokens + 1
+        manager = cudagraph_utils.CudaGraphManager(config, "cuda", mode, decode_query_len=query_len)
         manager._graphs_captured = True
         return manager
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin beside one that also changes where vLLM makes speculators and speculative configurations.
-
-vLLM loads plugins in no stated order, so both are tried.
-"""
+"""Beside a plugin that changes the same places; vLLM loads plugins in any order, so both are tried."""
 
 import subprocess
 import sys

@@ -16,15 +16,12 @@ from vllm_magicdec.vllm_api.requirements import REQUIRED
 
 @pytest.fixture
 def report(unhooked, capsys, monkeypatch):  # noqa: F811
-    """Run the command; return its exit status and its lines by name."""
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
 
     def run() -> tuple[int, dict[str, tuple[str, str]]]:
         status = main(["check"])
         lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
-        return status, {
-            name: (verdict, text) for verdict, name, text in lines if verdict in ("ok", "PROBLEM")
-        }
+        return status, {name: (own, text) for own, name, text in lines if own in ("ok", "PROBLEM")}
 
     return run
 
@@ -42,17 +39,15 @@ def test_installed_environment_has_no_problem(report):
 def test_missing_vllm_names_install_command(report, monkeypatch):
     monkeypatch.setattr(check, "find_spec", lambda name: None)
     status, lines = report()
-    assert status == 1
-    assert list(lines) == ["vLLM"]
+    assert (status, list(lines)) == (1, ["vLLM"])
     assert f"pip install vllm=={TESTED_VLLM_VERSIONS[-1]}" in lines["vLLM"][1]
 
 
 def test_incompatible_hook_is_named(report, monkeypatch):
     monkeypatch.delattr(Scheduler, "update_from_output")
     status, lines = report()
-    assert status == 1
     verdict, text = lines["hooks"]
-    assert verdict == "PROBLEM"
+    assert (status, verdict) == (1, "PROBLEM")
     assert "Scheduler has no update_from_output" in text
     assert f"install vLLM {' or '.join(TESTED_VLLM_VERSIONS)}" in text
 
@@ -71,11 +66,8 @@ def test_failing_import_is_named(report, monkeypatch):
 def test_plugin_that_vllm_does_not_load_is_a_problem(report, monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     status, lines = report()
-    assert status == 1
-    assert lines["plugin"] == (
-        "PROBLEM",
-        "VLLM_PLUGINS excludes it; type export VLLM_PLUGINS=other,magicdec",
-    )
+    sentence = "VLLM_PLUGINS excludes it; type export VLLM_PLUGINS=other,magicdec"
+    assert (status, lines["plugin"]) == (1, ("PROBLEM", sentence))
     monkeypatch.setattr(check, "entry_points", lambda group: [])
     with pytest.raises(check.CheckError, match=r"vLLM cannot find it; type .*pip install vllm-magicdec"):
         check.find_plugin()

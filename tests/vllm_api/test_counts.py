@@ -14,21 +14,14 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from vllm_magicdec.adaptive import metrics
 from vllm_magicdec.adaptive.controller import Forecast
-from vllm_magicdec.adaptive.metrics import (
-    Changes,
-    Counts,
-    SpeculationGauges,
-    attach,
-    counts_of,
-)
+from vllm_magicdec.adaptive.metrics import Changes, Counts, counts_of
 from vllm_magicdec.adaptive.value import Choice
 from vllm_magicdec.vllm_api.counts import pass_on, send
 
 
 class Late(AsyncModelRunnerOutput):
-    """An output that waits for the device."""
-
     def get_output(self):
         return step_output()
 
@@ -51,7 +44,6 @@ def front_end(config):
 
 
 def shown(name, engine, **labels):
-    """Value of a sample at the metrics endpoint."""
     labels |= {"engine": str(engine)}
     for metric in REGISTRY.collect():
         for sample in metric.samples:
@@ -62,7 +54,7 @@ def shown(name, engine, **labels):
 
 def test_the_number_of_switches_never_falls_when_a_controller_restarts():
     counts = Counts()
-    gauges = SpeculationGauges(counts, budget=512)
+    gauges = metrics.SpeculationGauges(counts, budget=512)
     taken = []
     for num_switches in (2, 3, 1, 1):
         gauges.set(Forecast(Choice(4), 1.2, 0.3), 1.1, num_switches)
@@ -117,11 +109,11 @@ def test_a_late_output_is_freed():
 @pytest.mark.parametrize("changes", [Changes({"of_another_version": 1}, {}), Changes({}, {"unknown": 1})])
 def test_unknown_counts_fail_only_in_strict_mode(front_end, changes, monkeypatch):
     stats = SchedulerStats()
-    attach(stats, changes)
+    metrics.attach(stats, changes)
     monkeypatch.setenv("VLLM_MAGICDEC_STRICT", "0")
     front_end.record(stats, None, engine_idx=0)
     assert stats.ec_connector_stats is None, "other loggers do not meet it"
-    attach(stats, changes)
+    metrics.attach(stats, changes)
     monkeypatch.setenv("VLLM_MAGICDEC_STRICT", "1")
     with pytest.raises(KeyError):
         front_end.record(stats, None, engine_idx=0)
@@ -138,7 +130,7 @@ def test_statistics_of_an_encoder_cache_connector_are_kept(front_end):
 
 def test_metrics_are_recorded_in_ray(config, monkeypatch):
     """As in replicas with `log_engine_metrics`, but without a Ray cluster."""
-    metrics = pytest.importorskip("ray.util.metrics", reason="Ray is not installed")
+    of_ray = pytest.importorskip("ray.util.metrics", reason="Ray is not installed")
     from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 
     recorded = {}
@@ -147,8 +139,8 @@ def test_metrics_are_recorded_in_ray(config, monkeypatch):
         assert tags.keys() == set(metric.info["tag_keys"]), "Ray refuses others"
         recorded[metric.info["name"]] = value, tags
 
-    monkeypatch.setattr(metrics.Counter, "inc", record)
-    monkeypatch.setattr(metrics.Gauge, "set", record)
+    monkeypatch.setattr(of_ray.Counter, "inc", record)
+    monkeypatch.setattr(of_ray.Gauge, "set", record)
     loggers = {"custom_stat_loggers": [RayPrometheusStatLogger], "enable_default_loggers": False}
     front_end = StatLoggerManager(config, engine_idxs=[0, 1], **loggers)
     before = shown("draft_failures_total", 1)

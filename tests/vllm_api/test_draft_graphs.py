@@ -22,8 +22,6 @@ register()
 
 
 class Group:
-    """vLLM's attention group of one layer."""
-
     def __init__(self, name: str, updates_in_graphs: bool) -> None:
         self.layer_names = [name]
         self.supports_draft_decode_metadata_update = updates_in_graphs
@@ -35,10 +33,8 @@ class Group:
 
 
 def test_graphs_update_the_metadata_of_backends_that_support_it():
-    pages, of_layers, tokens, eager = (
-        Group("pages", True), Group("of_layers", True), Group("tokens", True), Group("eager", False)
-    )  # fmt: skip
-    split = Group("split", True)
+    names = ("pages", "of_layers", "tokens", "eager", "split")
+    pages, of_layers, tokens, eager, split = (Group(name, name != "eager") for name in names)
     split.kernel_block_size = 8
     views = [PageView, LayerPageView, TokenView, PageView, PageView]
     metadata = PageMetadata.__new__(PageMetadata)
@@ -58,8 +54,6 @@ def test_graphs_update_the_metadata_of_backends_that_support_it():
 
 @pytest.fixture
 def make_graphs(capture):
-    """Returns a function that creates draft graphs of a configuration, without capturing."""
-
     def make(config, num_queries: int = 1, num_sampled: int = 1) -> list[tuple[int, int]]:
         """Requests and tokens of each graph."""
         drafter = SimpleNamespace(groups=[None], common_lens=(None,))
@@ -121,8 +115,6 @@ def test_starts_of_uneven_passes_are_on_the_device(monkeypatch):
 
 
 class SmallTensors(TorchDispatchMode):
-    """Refuses operators that allocate more than `max_bytes`."""
-
     def __init__(self, max_bytes: int) -> None:
         super().__init__()
         self._max_bytes = max_bytes

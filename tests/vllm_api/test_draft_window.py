@@ -24,14 +24,12 @@ REQUESTS = st.lists(
 
 
 def budget(tokens: float, sink: int) -> PageBudget:
-    return PageBudget.from_tokens(
-        budget=tokens,
-        min_budget=16,
-        sink=sink,
-        page_size=PAGE,
-        num_speculative_tokens=2,
-        max_model_len=MODEL_LEN,
-    )
+    sizes = {"page_size": PAGE, "num_speculative_tokens": 2, "max_model_len": MODEL_LEN}
+    return PageBudget.from_tokens(budget=tokens, min_budget=16, sink=sink, **sizes)
+
+
+def window_of(pages: PageBudget, max_queries: int = 1) -> DraftWindow:
+    return DraftWindow(pages, max_num_reqs=4, max_queries=max_queries, device=torch.device("cpu"))
 
 
 def metadata(requests: list[tuple[int, int]]) -> CommonAttentionMetadata:
@@ -67,8 +65,7 @@ def test_a_pass_reads_sinks_and_window_of_its_first_query_and_all_since(requests
     # vLLM knows the lengths of prompts; of others the host does not know how many drafts were rejected.
     is_prompt = [queries > MOST_QUERIES for _, queries in requests]
     whole.seq_lens_cpu_upper_bound += rejected * ~torch.tensor(is_prompt)
-    window = DraftWindow(pages, max_num_reqs=4, max_queries=MOST_QUERIES, device=torch.device("cpu"))
-    view = window.of(whole)
+    view = window_of(pages, MOST_QUERIES).of(whole)
     for row, (length, queries) in enumerate(requests):
         seen_by_first = length - queries + 1
         last = math.ceil(seen_by_first / PAGE)  # pages that the first query can see
@@ -90,12 +87,11 @@ def test_a_pass_reads_sinks_and_window_of_its_first_query_and_all_since(requests
 
 @pytest.mark.parametrize("length", [5, 150])
 def test_a_refreshed_view_follows_the_lengths_in_the_same_memory(length):
-    window = DraftWindow(budget(16, 4), max_num_reqs=4, max_queries=1, device=torch.device("cpu"))
-    whole = metadata([(length, 1), (40, 1)])
+    window, whole = window_of(budget(16, 4)), metadata([(length, 1), (40, 1)])
     view = window.of(whole)
     whole.seq_lens += 3
     window.refresh()
-    fresh = DraftWindow(budget(16, 4), max_num_reqs=4, max_queries=1, device=torch.device("cpu")).of(whole)
+    fresh = window_of(budget(16, 4)).of(whole)
     assert torch.equal(view.block_table_tensor, fresh.block_table_tensor)
     assert torch.equal(view.seq_lens, fresh.seq_lens)
 
@@ -104,5 +100,4 @@ def test_padding_requests_stay_empty():
     whole = metadata([(100, 1), (1, 1)])
     whole.query_start_loc[2:] = 1
     whole.seq_lens[1] = 0
-    window = DraftWindow(budget(16, 4), max_num_reqs=4, max_queries=1, device=torch.device("cpu"))
-    assert window.of(whole).seq_lens.tolist() == [16, 0]
+    assert window_of(budget(16, 4)).of(whole).seq_lens.tolist() == [16, 0]

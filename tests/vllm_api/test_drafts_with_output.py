@@ -17,13 +17,7 @@ from vllm_magicdec.vllm_api.hooks import HOOKS
 ASKED = DraftTokenIds(["a"], [[5]])
 
 
-@pytest.fixture
-def config(configure_tiny):
-    return configure_tiny()
-
-
 def wrapped(module, name, original):
-    """The plugin's wrapper around `original` instead of vLLM's function."""
     (hook,) = (hook for hook in HOOKS if (hook.module, hook.name) == (module, name))
     return hook.wrap(hook.find_owner(), original)
 
@@ -43,21 +37,14 @@ def given_after_a_step(config, output, drafts, runner="vllm.v1.worker.gpu_model_
     assert counts_of(telling).take().added == {"draft_failures": 1}, "counts travel beside them"
     given: list[DraftTokenIds] = []
     questions = []
-
-    def ask():
-        questions.append(1)
-        return ASKED
-
     scheduler = SimpleNamespace(vllm_config=config, update_draft_token_ids=given.append)
-    update = wrapped(
-        "vllm.v1.core.sched.scheduler", "update_from_output", lambda scheduler, scheduled, output: {}
-    )
+    update = wrapped("vllm.v1.core.sched.scheduler", "update_from_output", lambda *_: {})
     update(scheduler, None, sent)
     assert not given, "not before the outputs have been handed on"
     core = SimpleNamespace(
         vllm_config=config,
         scheduler=scheduler,
-        model_executor=SimpleNamespace(take_draft_token_ids=ask),
+        model_executor=SimpleNamespace(take_draft_token_ids=lambda: questions.append(1) or ASKED),
         check_for_draft_tokens=True,
         async_scheduling=False,
     )
@@ -75,9 +62,9 @@ def given_after_a_step(config, output, drafts, runner="vllm.v1.worker.gpu_model_
     ("runner", "output"),
     [("vllm.v1.worker.gpu_model_runner", step_output()), ("vllm.v1.worker.gpu.model_runner", Late())],
 )
-def test_drafts_come_with_the_output_and_no_worker_is_asked(config, runner, output):
+def test_drafts_come_with_the_output_and_no_worker_is_asked(configure_tiny, runner, output):
     drafts = DraftTokenIds(["a"], DraftLists([[3, 4]], num_passes=1))
-    (got,), was_asked = given_after_a_step(config, output, drafts, runner)
+    (got,), was_asked = given_after_a_step(configure_tiny(), output, drafts, runner)
     assert not was_asked
     assert got.req_ids == ["a"] and got.draft_token_ids == [[3, 4]]
     assert got.draft_token_ids.num_passes == 1, "what the controller learns from"
@@ -97,7 +84,10 @@ LATER = DraftTokenIds(["a"], [[3, 4]])
         ("device_config", "device_type", "cuda", step_output(), LATER, ([ASKED], True)),
     ],
 )
-def test_other_drafts_are_asked_for_as_vllm_does(config, where, field, value, output, drafts, expected):
+def test_other_drafts_are_asked_for_as_vllm_does(
+    configure_tiny, where, field, value, output, drafts, expected
+):
+    config = configure_tiny()
     setattr(getattr(config, where), field, value)
     assert given_after_a_step(config, output, drafts) == expected
     assert not any("magicdec" in name for name in vars(EMPTY_MODEL_RUNNER_OUTPUT))

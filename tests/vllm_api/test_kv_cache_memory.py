@@ -58,7 +58,6 @@ IN_FP8 = dict(dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
 
 
 def num_blocks(config, available=AVAILABLE, **of_specs) -> int:
-    """Of the KV cache that vLLM lays out."""
     groups = ()
     if hasattr(core, "get_global_kv_cache_groups"):  # since vLLM 0.33
         groups = (core.get_global_kv_cache_groups(config, [specs(**of_specs)]),)
@@ -67,7 +66,6 @@ def num_blocks(config, available=AVAILABLE, **of_specs) -> int:
 
 
 def tensor_bytes() -> int:
-    """Of all tensors that there are."""
     gc.collect()
     tensors = [value for value in gc.get_objects() if type(value) is torch.Tensor]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.is_cpu}
@@ -97,7 +95,7 @@ def test_the_kv_cache_and_what_drafting_keeps_fit_into_what_is_available(model_d
         assert kept > blocks * block_bytes / PAGE * (2 if cache == "fp8" else 1)
 
 
-def test_other_methods_get_all_of_it_and_a_size_that_the_user_gave_is_left(model_dir):
+def test_other_methods_get_all_of_it_and_a_given_size_is_left(model_dir):
     block_bytes = sum(spec.page_size_bytes for spec in specs().values())
     assert num_blocks(configure(model_dir)) == AVAILABLE // block_bytes
     config = configure(model_dir, {"method": METHOD, "draft_kv_policy": "verify-topk"})

@@ -63,17 +63,13 @@ def test_layers_of_different_shapes_are_separate_groups_and_none_counts_twice():
 def test_a_latent_cache_is_supported_but_not_that_of_sparse_attention():
     latent = MLAAttentionSpec(**SHAPE)
     assert find_layer_groups([KVCacheGroupSpec(["0"], latent)], {})[0].cache == latent
-    for other in (
-        MLAAttentionSpec(**SHAPE, tokens_per_state=4),
-        MLAAttentionSpec(**SHAPE, is_index_group_leader=True),
-    ):
+    for other in ({"tokens_per_state": 4}, {"is_index_group_leader": True}):
+        spec = MLAAttentionSpec(**SHAPE, **other)
         with pytest.raises(MagicDecConfigError, match=r"layer 0 \(MLAAttentionSpec\)"):
-            find_layer_groups([KVCacheGroupSpec(["0"], other)], {})
+            find_layer_groups([KVCacheGroupSpec(["0"], spec)], {})
 
 
 class Builder:
-    """Records the layers that it was created for."""
-
     requires_block_table_width = False
 
     def __init__(self, spec, layer_names, vllm_config, device):
@@ -117,7 +113,6 @@ def test_a_view_of_one_chunk_is_not_split_into_chunks(monkeypatch):
 
 
 def group_of(name: str, kernel_block_size: int | None = None, **of_builder) -> SimpleNamespace:
-    """An attention group of a backend of that name."""
     return SimpleNamespace(
         backend=SimpleNamespace(get_name=lambda: name),
         kv_cache_spec=FULL,
@@ -136,9 +131,7 @@ def group_of(name: str, kernel_block_size: int | None = None, **of_builder) -> S
         ("FLASHINFER", False, 16, r"pages of 32 tokens into 16; use --block-size 16$"),
     ],
 )
-def test_split_pages_are_refused_with_the_block_size_to_use(
-    name, are_of_layers, kernel_block_size, sentence
-):
+def test_split_pages_are_refused_with_a_block_size(name, are_of_layers, kernel_block_size, sentence):
     with pytest.raises(MagicDecConfigError, match=sentence) if sentence else nullcontext():
         refuse_split_pages([[group_of(name, kernel_block_size)]], are_of_layers=are_of_layers)
 

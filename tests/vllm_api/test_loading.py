@@ -29,7 +29,6 @@ PATCHES = Path(__file__).parents[2] / "patches"
 
 @pytest.fixture
 def log(unhooked, caplog, monkeypatch):  # noqa: F811
-    """Capture the plugin's log."""
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     caplog.set_level(logging.WARNING)
     return caplog
@@ -128,7 +127,6 @@ def patched_registry(version: str) -> str:
 
 @pytest.fixture
 def registry(monkeypatch) -> ModuleType:
-    """A vLLM with the registry of the patches."""
     module = ModuleType(plugin.REGISTRY)
     monkeypatch.setattr(plugin, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, plugin.REGISTRY, module)

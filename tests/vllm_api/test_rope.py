@@ -25,9 +25,8 @@ def test_prompts_have_vllms_positions_and_generated_text_a_constant_delta():
         ]
         for dim in range(NUM_DIMS)
     ]
-    requests = [
-        SimpleNamespace(mrope_positions=known[row], mrope_position_delta=deltas[row]) for row in chosen
-    ]
+    states = ({"mrope_positions": known[row], "mrope_position_delta": deltas[row]} for row in chosen)
+    requests = [SimpleNamespace(**state) for state in states]
     assert positions_on_host(requests, indices).tolist() == expected
 
     of_prompts = torch.full((len(known) * NUM_DIMS, MODEL_LEN), -1, dtype=torch.int32)

@@ -37,14 +37,9 @@ def test_only_plain_steps_skip_the_rejection_sampler(may_skip):
     skips = None if may_skip is None else lambda scheduled: may_skip
     bypass_rejection_sampler(runner, may_skip=skips, follow=followed.append)
     for drafts, num_next, num_tokens in (({"a": [1]}, 0, 2), ({}, 4, 1), ({}, 0, 1), ({}, 0, 30)):
-        runner.execute_model(
-            SimpleNamespace(
-                scheduled_spec_decode_tokens=drafts,
-                num_spec_tokens_to_schedule=num_next,
-                num_scheduled_tokens={"a": num_tokens},
-                total_num_scheduled_tokens=num_tokens,
-            )
-        )
+        numbers = {"num_spec_tokens_to_schedule": num_next, "total_num_scheduled_tokens": num_tokens}
+        by_request = {"scheduled_spec_decode_tokens": drafts, "num_scheduled_tokens": {"a": num_tokens}}
+        runner.execute_model(SimpleNamespace(**numbers, **by_request))
     # A draft with a cache of its own needs the prompts of the last step.
     plain = {None: [2, 3], True: [2], False: []}[may_skip]
     assert [index for index, config in enumerate(had) if config is None] == plain

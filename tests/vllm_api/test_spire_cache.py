@@ -10,10 +10,7 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 
 from vllm_magicdec.errors import MagicDecConfigError
 from vllm_magicdec.vllm_api import spire_cache
-from vllm_magicdec.vllm_api.spire_cache import (
-    SpireCache,
-    refuse_target_without_activations,
-)
+from vllm_magicdec.vllm_api.spire_cache import SpireCache, refuse_target_without_activations
 
 
 def test_targets_without_auxiliary_hidden_states_are_refused(monkeypatch):
@@ -31,17 +28,15 @@ class Blocks(nn.Module, EagleModelMixin):
 def cache_of(aux_layers: tuple[int, ...], language_model: nn.Module) -> SpireCache:
     """The cache of a draft with one layer, beside a target that wraps the language model."""
     attention = SimpleNamespace(layer_name="draft", impl=SimpleNamespace(do_kv_cache_update=None))
-    layer = SimpleNamespace(self_attn=SimpleNamespace(attn=attention))
-    model = SimpleNamespace(
-        model=SimpleNamespace(layers=[layer]), fields=SimpleNamespace(aux_layers=aux_layers)
-    )
+    layers = [SimpleNamespace(self_attn=SimpleNamespace(attn=attention))]
+    fields = SimpleNamespace(aux_layers=aux_layers)
+    model = SimpleNamespace(model=SimpleNamespace(layers=layers), fields=fields)
     target = nn.Module()
     target.language_model = language_model
     return SpireCache(model, target)
 
 
 def test_activations_of_other_layers_are_refused():
-    """They would silently lower acceptance."""
     groups = [SimpleNamespace(layer_names=["draft"])]
     cache_of((3, 4), Blocks()).lay_out(groups)
     cache_of((0, 1), nn.Module()).lay_out(groups)  # unknown layers are accepted

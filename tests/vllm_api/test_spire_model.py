@@ -32,9 +32,7 @@ def imagined_draft(num_layers: int, *, has_memory: bool, has_bias: bool) -> Magi
     for _ in range(num_layers):
         cache = SimpleNamespace(kv_cache=[])
         cache.impl = SimpleNamespace(
-            do_kv_cache_update=lambda layer, keys, values, kv_cache, slots: kv_cache.append(
-                (keys, values, slots)
-            )
+            do_kv_cache_update=lambda layer, k, v, kv_cache, slots: kv_cache.append((k, v, slots))
         )
         attention = SimpleNamespace(
             attn=cache, kv_size=HEADS * SIZE, num_kv_heads=HEADS, head_dim=SIZE, rotary_emb=rotate
