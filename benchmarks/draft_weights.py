@@ -147,6 +147,7 @@ def run(args: argparse.Namespace, model: str) -> None:
         args.dtype,
         batch=max(cell.requests for cell in cells.values()),
         model_len=max(cell.tokens for cell in cells.values()) + args.tokens + 256,
+        enforce_eager=not args.compile,
         # Each engine has its own KV cache, in which a document's questions share its pages.
         num_gpu_blocks_override=max(cell.num_pages(args.tokens) for cell in cells.values()),
     )
@@ -196,6 +197,7 @@ def main() -> None:
     parser.add_argument("--gamma", type=int, default=4, help="drafted tokens per round")
     parser.add_argument("--budget", type=float, default=512)
     parser.add_argument("--turns", type=int, default=3, help="per engine and cell")
+    parser.add_argument("--compile", action="store_true", help="torch.compile instead of eager, all engines")
     parser.add_argument("--parts", type=writable, help="JSON file for the parts of the steps")
     add_documents(parser)
     add_out(parser)
