@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--gamma", type=int, default=4, help="drafted tokens per round")
     parser.add_argument("--budget", type=float, default=512)
     parser.add_argument("--turns", type=int, default=3, help="per engine and cell")
-    parser.add_argument("--compile", action="store_true", help="torch.compile instead of eager, all engines")
+    parser.add_argument("--compile", action="store_true", help="torch.compile instead of eager")
     parser.add_argument("--parts", type=writable, help="JSON file for the parts of the steps")
     add_documents(parser)
     add_out(parser)
