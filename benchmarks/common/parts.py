@@ -77,7 +77,8 @@ def install_part_timers(worker: Any) -> None:
         layer.impl.forward = timers.timed("attention", layer.impl.forward)
     runner._sample = timers.timed("sampling", runner._sample)
     if drafter is not None:
-        drafter._sample_draft_tokens = timers.timed("sampling", drafter._sample_draft_tokens)
+        if hasattr(drafter, "_sample_draft_tokens"):  # not of vLLM's lookups
+            drafter._sample_draft_tokens = timers.timed("sampling", drafter._sample_draft_tokens)
         drafter.propose = timers.drafting(drafter.propose)
     worker.execute_model = timers.timed("runner", worker.execute_model)
     worker.sample_tokens = timers.timed("runner", worker.sample_tokens)
