@@ -173,9 +173,11 @@ def _pass_adapters(batch: Any, runner: Any, *_: Any, **__: Any) -> Any:
 
 def _check_drafter(runner: Any, drafter: Any) -> None:
     """Refuse to start with a drafter that another plugin has put in place of the method's own."""
+    if not _is_ours(runner.vllm_config):
+        return
     from vllm_magicdec.vllm_api.draft_runner import DraftRunner
 
-    if _is_ours(runner.vllm_config) and not isinstance(drafter, DraftRunner):
+    if not isinstance(drafter, DraftRunner):
         made = f"{type(drafter).__module__}.{type(drafter).__qualname__}"
         raise MagicDecConfigError(
             f"{runner.vllm_config.speculative_config.name}: another plugin makes the drafter ({made}); "
