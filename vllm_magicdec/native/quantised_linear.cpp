@@ -167,6 +167,10 @@ struct Sum {
 };
 #endif
 
+// Bytes between the block that is multiplied and the one that is prefetched into the second cache. The processor's
+// own prefetching ends at every page: without this, 4 rows take 1.4 to 1.6 times as long (Emerald Rapids).
+constexpr int64_t AHEAD = 4096;
+
 // One vector of a tile's outputs at a time: with both the compiler keeps the inputs in more registers than there are.
 template <int BITS, int NUM_ROWS>
 void multiply_tile(const uint8_t* block, const Inputs& inputs, int64_t row, int64_t groups, float* sums) {
@@ -177,6 +181,7 @@ void multiply_tile(const uint8_t* block, const Inputs& inputs, int64_t row, int6
     Floats total[NUM_ROWS] = {};
     for (int64_t group = 0; group < groups; ++group) {
       const uint8_t* own = block + group * BLOCK_BYTES<BITS>;
+      for (int64_t byte = 0; byte < BLOCK_BYTES<BITS>; byte += 64) __builtin_prefetch(own + AHEAD + byte, 0, 2);
       Sum<BITS> sum[NUM_ROWS];
       const auto add = [&](Bytes weights, int step) __attribute__((always_inline)) {
 #pragma GCC unroll 8
