@@ -107,7 +107,7 @@ def test_the_switch_reads_token_views_with_flashinfer(flashinfer_stand_in, case)
         installed.plans = make_plans(installed.geometry)
         installed.plans.reserve(full.slots.shape[-1])
         case.check(draft(layer, case, cache))
-        patch.setattr(switch.torch_attention, "attend", None)  # nobody else reads full ones
+        patch.setattr(switch.torch_attention, "attend", None)  # full views need no other attention
         full.check(draft(layer, full, filled_cache(KVCacheLayout.LBNHC, full)))
 
 

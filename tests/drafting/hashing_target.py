@@ -37,11 +37,11 @@ class Target:
         self.max_pass_tokens = max_pass_tokens
         self.pass_lens: list[list[int]] = []
         self.written: list[set[int]] = [set() for _ in cache]
-        self.unread: dict[int, tuple[int, list[int]]] = {}
+        self.unchecked: dict[int, tuple[int, list[int]]] = {}
 
-    def note_unread(self, request, first, tokens):
-        assert request not in self.unread
-        self.unread[request] = first, tokens
+    def note_unchecked(self, request, first, tokens):
+        assert request not in self.unchecked
+        self.unchecked[request] = first, tokens
 
     def run(self, draft_pass: Pass) -> Sampled:
         tokens, lens = draft_pass.tokens, draft_pass.queries.lens.tolist()

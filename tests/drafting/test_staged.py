@@ -92,7 +92,7 @@ def draft(staged: StagedDrafts, drawn: Round, plan: int | None = None) -> DraftL
 
 
 def all_drafts(drawn: Round, lookups, *options) -> tuple[DraftLists, Target, dict[str, int]]:
-    """Draft all that is wanted; return also the target with its writes, and the counters."""
+    """Draft what each request has room for; return also the target with its writes, and the counters."""
     staged, target = make_staged(drawn, lookups, *options)
     drafts = draft(staged, drawn)
     counted = {name.removeprefix("lookup_"): n for name, n in staged._counters.totals.items()}
@@ -153,8 +153,8 @@ def test_a_pass_for_less_than_half_of_the_batch_is_left_out(drawn, known_to):
 
 def read_of(drafts: list[list[int]], target: Target) -> list[list[int]]:
     """The drafts that passes drew; the rest are those that the runner was told of."""
-    firsts = {request: first for request, (first, _) in target.unread.items()}
-    for request, (first, tokens) in target.unread.items():
+    firsts = {request: first for request, (first, _) in target.unchecked.items()}
+    for request, (first, tokens) in target.unchecked.items():
         assert drafts[request][first:] == [*tokens]
     read = [own[: firsts.get(request, len(own))] for request, own in enumerate(drafts)]
     assert drafts.num_checked == [len(own) for own in read]
@@ -195,9 +195,11 @@ def test_worthwhile_lookups_follow_the_drafts_unchecked(drawn, chance, min_accep
     drafted = [i for i, own in enumerate(drafts) if own]
     staged._follow(replace(drawn.batch, histories=histories), drafted)
     counted = staged._counters.totals
-    num_unread = sum(len(tokens) for _, tokens in target.unread.values())
-    assert counted["lookup_unchecked_tokens"] == counted["lookup_unchecked_accepted_tokens"] == num_unread
-    assert counted["pass_accepted_tokens"] == sum(map(len, drafts)) - num_unread
+    num_unchecked = sum(len(tokens) for _, tokens in target.unchecked.values())
+    assert (
+        counted["lookup_unchecked_tokens"] == counted["lookup_unchecked_accepted_tokens"] == num_unchecked
+    )
+    assert counted["pass_accepted_tokens"] == sum(map(len, drafts)) - num_unchecked
 
 
 def test_a_source_that_fails_pauses_no_lookups(monkeypatch):
@@ -228,7 +230,7 @@ def test_drafts_below_their_cost_are_neither_sampled_nor_verified(drawn, min_acc
     read = read_of(drafts, target)
     assert all(own == known[: len(own)] for own, known in zip(read, expected, strict=True))
     assert all(len(own) <= worth for own in read)
-    # Of what follows unread each token is right in half of the cases.
+    # Of what follows unchecked, each token is right in half of the cases.
     assert all(
         chance ** len(own) * 0.5 ** (len(all_) - len(own)) >= min_acceptance
         for own, all_ in zip(read, drafts, strict=True)
@@ -271,7 +273,7 @@ def test_unlikely_drafts_are_dropped_with_those_after_them(drawn, min_acceptance
         assert own == all_[:number]
     if by_plan:
         return
-    assert not target.unread and drafts.num_checked == [len(own) for own in drafts]
+    assert not target.unchecked and drafts.num_checked == [len(own) for own in drafts]
     left_out = sum(staged._counters.totals[name] for name in ("left_out_tokens", "cut_tokens"))
     assert left_out == sum(max(0, n) for n in drawn.wanted) - sum(map(len, drafts))
 
@@ -327,8 +329,8 @@ def test_lookups_that_fail_leave_the_drafts_as_they_are(drawn, num_good):
         staged, _ = make_staged(drawn, BrokenLookups(num_good))
         for _ in range(2):
             assert draft(staged, drawn) == expected
-        unread = draft(staged, drawn, DraftPlan(3, lookups_alone=True))
-        assert unread == [[]] * len(expected) or num_good
+        unchecked = draft(staged, drawn, DraftPlan(3, lookups_alone=True))
+        assert unchecked == [[]] * len(expected) or num_good
         # Another rank would go on with lookups.
         staged, _ = make_staged(drawn, BrokenLookups(0), is_alone=False)
         if max(drawn.wanted) > 1:  # for a single draft nothing is looked up

@@ -50,7 +50,7 @@ class Target(Protocol):
             observer: receives the queries of all requests, one after the other.
         """
 
-    def note_unread(self, request: int, first: int, tokens: Sequence[int]) -> None:
+    def note_unchecked(self, request: int, first: int, tokens: Sequence[int]) -> None:
         """Record that a request's last drafts were looked up and have a one-hot draft distribution.
 
         Args:

@@ -249,7 +249,7 @@ class StagedDrafts:
             self._counters.count(cut_tokens=len(own.tokens) - len(kept[i]))
             self._propose(batch, i, own, drafts[i])
         for i, tokens in unchecked.items():
-            self._target.note_unread(i, len(kept[i]), tokens)
+            self._target.note_unchecked(i, len(kept[i]), tokens)
         return DraftLists(drafts, num_passes, [len(kept.get(i, ())) for i in range(len(latest))])
 
     def _checkable(self, ahead: Continuation, num_missing: int) -> Continuation:

@@ -264,7 +264,7 @@ class MagicDecProposer(DraftRunner, DraftModelProposer):
         """Run a pass for the K/V alone."""
         self._forward(draft_pass)
 
-    def note_unread(self, request: int, first: int, tokens: Sequence[int]) -> None:
+    def note_unchecked(self, request: int, first: int, tokens: Sequence[int]) -> None:
         """Record that a request's last drafts were looked up, which the draft proposes with certainty."""
         if not self._draft_probs:  # greedy drafts
             return

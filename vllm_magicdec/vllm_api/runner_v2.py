@@ -336,7 +336,7 @@ class MagicDecSpeculator(DraftRunner, StandaloneARSpeculator):
         logits = super().compute_draft_logits(hidden_states, spec_step_idx)
         return logits if self.draft_logits is None else make_finite(logits)
 
-    def note_unread(self, request: int, first: int, tokens: Sequence[int]) -> None:
+    def note_unchecked(self, request: int, first: int, tokens: Sequence[int]) -> None:
         """Raise: this runner verifies equally many drafts of every request, all from passes."""
         raise AssertionError("this runner does not verify drafts that no pass has sampled")
 
