@@ -17,6 +17,7 @@ from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.policies import find_policy
 from vllm_magicdec.views.round import Batch
+from vllm_magicdec.views.tensors import on_device
 
 NUM_REQS, NUM_STEPS, NUM_LAYERS, NUM_KV_HEADS, HEAD_SIZE = 3, 4, 2, 2, 8
 PAGE, MODEL_LEN, NUM_BLOCKS = 16, 1024, 192
@@ -66,6 +67,7 @@ class Target:
         self._recorder = None
         cache = torch.randn(NUM_BLOCKS, NUM_KV_HEADS, PAGE, 2 * HEAD_SIZE, device=device)
         self._rows = KVRows.of(cache, "FLASH_ATTN")
+        self._seq_lens = torch.tensor(CONTEXT_LENS, dtype=torch.int32, device=device)
 
     def _queries(self, count: int) -> torch.Tensor:
         return torch.randn(count, NUM_KV_HEADS, HEAD_SIZE, device=self._device)
@@ -83,8 +85,7 @@ class Target:
         if self._recorder is None:
             return
         starts = torch.arange(NUM_REQS + 1, dtype=torch.int32, device=self._device) * (NUM_STEPS + 1)
-        lens = torch.tensor(CONTEXT_LENS, dtype=torch.int32, device=self._device)
-        metadata = SimpleNamespace(query_start_loc=starts, seq_lens=lens)
+        metadata = SimpleNamespace(query_start_loc=starts, seq_lens=self._seq_lens)
         queries = self._queries(NUM_REQS * (NUM_STEPS + 1))
         for layer in range(NUM_LAYERS):
             self._recorder.record(layer, queries, Scales(), metadata, self._rows, Softmax(1.0))
@@ -129,6 +130,15 @@ def test_a_round_does_not_synchronise_also_where_prompts_end(policy, granularity
     with no_host_reads(device):
         is_first = [index < num_ending for index in range(NUM_REQS)]
         prepare(replace(batch, req_ids=[*new, *batch.req_ids[num_ending:]], is_first=is_first))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_numbers_are_copied_to_the_device_without_waiting(device):
+    device, numbers = torch.device(device), np.arange(3, dtype=np.int32)
+    with no_host_reads(device):
+        copies = on_device(numbers, device), on_device(numbers.tolist(), device)
+    numbers[:] = 0
+    assert all(copy.device.type == device.type and copy.tolist() == [0, 1, 2] for copy in copies)
 
 
 def test_the_check_detects_a_synchronisation():

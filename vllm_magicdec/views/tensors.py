@@ -17,9 +17,10 @@ def has_kernels(device: torch.device) -> bool:
 
 def on_device(numbers: Sequence[int] | np.ndarray, device: torch.device) -> torch.Tensor:
     """Copy the numbers to the device, int64, without waiting for it; indexing with a list waits."""
-    # The driver may wait for the stream before it stages memory that is not pinned.
-    pinned = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return pinned.to(device, non_blocking=True)
+    host = torch.tensor(numbers, dtype=torch.int64)
+    if device.type == "cuda":
+        host = host.pin_memory()  # the driver may wait for the stream before it stages other memory
+    return host.to(device, non_blocking=True)
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
