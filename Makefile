@@ -74,8 +74,8 @@ test-all: lint tree  ## lint, then every test that needs no GPU, 105 minutes on 
 test-fast: lint tree  ## lint, then those of the fixed list that start no engine, 6 minutes
 	$(PYTEST) -m "not extended and not gpu" --ignore tests/engine --ignore tests/models/test_matrix.py $(ARGS)
 
-test-gpu: venv  ## the tests that need a CUDA device
-	$(RUN) -m pytest -m gpu $(ARGS)
+test-gpu: venv  ## the tests that need a CUDA device, of which 8 run at a time
+	$(RUN) -m pytest -m gpu -n 8 $(ARGS)
 
 soak: venv  ## an hour of traffic, bad input, faults and kills against a server (ARGS="--minutes 4 --out soak.json")
 	@PYTHONPATH=tests $(RUN) -m soak $(ARGS)
@@ -96,7 +96,7 @@ bench-gpu: venv  ## on a GPU: a preflight, the tests marked gpu, the peer's cell
 	@mkdir -p "$(OUT)"
 	@$(RUN) benchmarks/gpu_preflight.py --model "$(GPU_MODEL)" --out "$(OUT)/preflight.json"
 	@status=0; \
-	$(RUN) -m pytest -m gpu --junitxml "$(OUT)/tests.xml" || status=1; \
+	$(RUN) -m pytest -m gpu -n 8 --junitxml "$(OUT)/tests.xml" || status=1; \
 	$(RUN) benchmarks/peer.py --model "$(GPU_MODEL)" --out "$(OUT)/peer.json" || status=1; \
 	$(RUN) benchmarks/suite.py --model "$(GPU_MODEL)" --out "$(OUT)/suite-$$(date +%Y%m%d-%H%M)" $(GPU_SUITE) || status=1; \
 	exit $$status
