@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from common.decoding import Batch, Decoding, decode_job, medians
 from common.documents import excerpts, questions_about
 from common.engines import PAGE, Turn, engine, engine_settings, set_environment, take_turns
@@ -139,6 +140,15 @@ def summarise(turns: dict[str, list[Decoding]]) -> dict[str, dict[str, Any]]:
     }
 
 
+def start(
+    settings: dict[str, Any], chosen: dict[str, dict[str, Any] | None], stack: ExitStack
+) -> dict[str, Any]:
+    """Start an engine per contender; they end with the stack."""
+    if torch.cuda.is_available():
+        settings = {**settings, "gpu_memory_utilization": 0.9 / len(chosen)}
+    return {name: stack.enter_context(engine(settings, spec)) for name, spec in chosen.items()}
+
+
 def run(args: argparse.Namespace, model: str) -> None:
     chosen = contenders(args.drafts_by, args.gamma, args.budget)
     cells = {text: Cell.parse(text) for text in args.cells}
@@ -154,7 +164,7 @@ def run(args: argparse.Namespace, model: str) -> None:
     record = engine_record("draft_weights", args.model, settings, options=settings_of(args, "parts"))
     record |= {"cells": list(cells), "contenders": chosen, "results": {}}
     with ExitStack() as stack:
-        engines = {name: stack.enter_context(engine(settings, spec)) for name, spec in chosen.items()}
+        engines = start(settings, chosen, stack)
         tokenizer = engines[PLAIN].get_tokenizer()
         turn = Turn()
         for text, cell in cells.items():

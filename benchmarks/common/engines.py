@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
+
 PAGE = 32  # tokens; the smallest page of vLLM's CPU attention
 IDLE_SPIN_S = 1.5  # vLLM's idle workers poll for a second before they yield their core
 T = TypeVar("T")
@@ -60,8 +62,8 @@ class Turn:
         self._latest: Any = None
 
     def of(self, llm: Any) -> Any:
-        """Return the engine after the previous engine's workers have stopped polling."""
-        if llm is not self._latest:
+        """Return the engine after the previous engine's workers have stopped polling a CPU's cores."""
+        if llm is not self._latest and not torch.cuda.is_available():
             time.sleep(IDLE_SPIN_S)
         self._latest = llm
         return llm
