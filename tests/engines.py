@@ -52,8 +52,8 @@ TIME_LIMIT_S = 1800
 # Triton's `tl.dot`, and with it vLLM's attention in float32 on a GPU, rounds to TF32 (10 bits) by default.
 IEEE_FLOAT32 = {"TRITON_F32_DEFAULT": "ieee"}
 MAX_PROCESSES = 2  # kept by each worker of pytest-xdist; one takes 0.8 GB
-# On a GPU, workers of pytest-xdist share the device. With a given size of the KV cache vLLM does not measure
-# free memory, which other engines change meanwhile.
+# On a GPU, workers of pytest-xdist share the device. With a given size of the KV cache vLLM does not
+# measure free memory, which other engines change meanwhile.
 SHARED_GPU = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
 ON_GPU = SHARED_GPU if torch.cuda.is_available() else {}
 
