@@ -40,6 +40,8 @@ CHECKS = {
     "jit_monitor_mode": "error",
     "enforce_eager": False,  # eager engines warm up no kernels, so nothing would be monitored
     "dtype": "bfloat16",
+    # vLLM warms up the rejection sampler's kernels for logits in float32 alone.
+    "hf_overrides": {"head_dtype": "float32"},
     "max_num_seqs": 16,
 }
 

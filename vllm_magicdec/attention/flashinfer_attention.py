@@ -197,9 +197,10 @@ class FlashInferDecode:
     def plan(self, lens_cpu: torch.Tensor) -> None:
         """Plan for `lens_cpu`, [num_reqs] int32 on the host. Not capturable."""
         indptr = page_indptr(lens_cpu, self._geometry.num_kv_heads)
-        # The driver may wait for the stream before it stages memory that is not pinned.
-        self._lens[: len(lens_cpu)].copy_(lens_cpu, non_blocking=True)
-        self._indptr[: len(indptr)].copy_(indptr, non_blocking=True)
+        for buffer, numbers in ((self._lens, lens_cpu), (self._indptr, indptr)):
+            # The driver may wait for the stream before it stages memory that is not pinned.
+            pinned = numbers.pin_memory() if buffer.is_cuda else numbers
+            buffer[: len(numbers)].copy_(pinned, non_blocking=True)
         self._wrapper.plan(
             indptr,
             # Without a CUDA graph the wrapper keeps this tensor, since it is on the device.

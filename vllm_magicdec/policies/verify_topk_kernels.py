@@ -17,6 +17,7 @@ from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.policies.page_summaries import PageSummaries
 from vllm_magicdec.policies.verification import Verification
 from vllm_magicdec.views.round import Batch
+from vllm_magicdec.views.tensors import on_device
 
 MAX_SPLIT_PAGES = 128  # pages per program; their summaries are read once
 SPLIT_BYTES = 32 * 2**10  # of minima, and of maxima, in the queries' dtype; both must fit shared memory
@@ -43,10 +44,10 @@ class LayerTable:
         self._addresses = _addresses(caches)
         # Elements from the first layer's keys to each layer's.
         offsets = [(address - self._addresses[0]) // first.element_size() for address in self._addresses]
-        self.offsets = torch.tensor(offsets, dtype=torch.int64, device=first.device)
+        self.offsets = on_device(offsets, first.device)
         layers = [caches[layer][1] for layer in range(len(caches))]
         scales = [(layer.scale, layer.soft_cap) for layer in layers]
-        self.scales = torch.tensor(scales, dtype=torch.float32, device=first.device)
+        self.scales = on_device(scales, first.device, torch.float32)
         self.sinks = _stacked([layer.sinks for layer in layers])  # [num_layers, num_heads] float32
 
     def holds(self, caches: Caches) -> bool:
@@ -312,7 +313,8 @@ def score_pages(
     pairs_at_once = min(num_pairs, max(1, SCRATCH_BYTES // pair_bytes))
     shape = (pairs_at_once, num_splits * rows_of_pair)
     logits = queries.new_empty((*shape, split_pages), dtype=torch.uint8)
-    peaks, sums = queries.new_empty((2, *shape), dtype=torch.float32)
+    # Halves of one tensor could differ in alignment, for which Triton compiles another kernel.
+    peaks, sums = (queries.new_empty(shape, dtype=torch.float32) for _ in range(2))
     for first in range(0, num_pairs, pairs_at_once):
         num_programs = min(pairs_at_once, num_pairs - first)
         _logits_kernel[(num_programs, num_splits, num_kv_heads)](

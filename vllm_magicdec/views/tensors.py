@@ -15,9 +15,11 @@ def has_kernels(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def on_device(numbers: Sequence[int] | np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy the numbers to the device, int64, without waiting for it; indexing with a list waits."""
-    host = torch.tensor(numbers, dtype=torch.int64)
+def on_device(
+    numbers: Sequence | np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """Copy the numbers to the device without waiting for it; indexing with a list waits."""
+    host = torch.tensor(numbers, dtype=dtype)
     if device.type == "cuda":
         host = host.pin_memory()  # the driver may wait for the stream before it stages other memory
     return host.to(device, non_blocking=True)
