@@ -53,11 +53,6 @@ def add_deployment(parser: argparse.ArgumentParser) -> None:
         metavar="JSON",
         help="measured efficiencies and overheads, by their names in docs/performance.md",
     )
-    parser.add_argument(
-        "--ideal",
-        action="store_true",
-        help="SPIRe's model: full data-sheet rates, reading and computing at once, no overheads",
-    )
 
 
 def find_deployment(options: argparse.Namespace) -> Deployment:
@@ -71,7 +66,7 @@ def find_deployment(options: argparse.Namespace) -> Deployment:
     own = {name: value for name, value in own.items() if value is not None}
     shape = replace(shape, **own)
     draft = find_draft(options.draft, shape)
-    costs = Costs.ideal() if options.ideal else Costs()
+    costs = Costs()
     if options.gpu.lower() == THIS_MACHINE:
         costs = replace(costs, memory_efficiency=1.0, compute_efficiency=1.0)
     try:
@@ -156,7 +151,7 @@ def positive(text: str) -> int:
 
 
 def _costs(text: str) -> dict[str, float]:
-    names = [field.name for field in fields(Costs) if field.type is float]
+    names = [field.name for field in fields(Costs)]
     try:
         costs = json.loads(text)
         if not all(name in names and 0 < value < math.inf for name, value in costs.items()):

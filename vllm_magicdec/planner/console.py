@@ -16,6 +16,14 @@ COMMANDS = (
     "vllm_magicdec.check",
 )
 
+_MEASURE = "measure a load with 'vllm bench serve', and predict speedups with 'magicdec plan'"
+_REMOVED = {
+    "simulate": _MEASURE,
+    "plan --load": _MEASURE,
+    "plan --png": "draw the numbers that --json writes",
+    "plan --ideal": "replace constants with --costs",
+}
+
 
 class UserError(ValueError):
     """An error in the user's input: one sentence that says what to type instead."""
@@ -58,9 +66,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _refuse_removed(arguments: Sequence[str]) -> None:
     command, *options = arguments or [""]
-    has_load = any(option.split("=")[0] == "--load" for option in options)
-    if command == "simulate" or (command == "plan" and has_load):
-        raise UserError(
-            "'magicdec simulate' and 'magicdec plan --load' were removed; measure a load with 'vllm bench "
-            "serve', and predict speedups with 'magicdec plan'"
-        )
+    for name in (command, *(f"{command} {option.split('=')[0]}" for option in options)):
+        if name in _REMOVED:
+            raise UserError(f"'magicdec {name}' was removed; {_REMOVED[name]}")

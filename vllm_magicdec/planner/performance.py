@@ -84,23 +84,6 @@ class Costs:
     round_overhead_ms: float = 1.45
     memory_utilization: float = 0.92  # vLLM's default; fixed
     reserved_gib: float = 2.0  # activations and CUDA graphs; fixed
-    # Whether a whole pass overlaps computing, reading and communicating (SPIRe's model). Otherwise linear
-    # layers and attention run in sequence, and each overlaps computing and reading.
-    overlapped: bool = False
-
-    @classmethod
-    def ideal(cls) -> "Costs":
-        """Return SPIRe's model of a pass: full data-sheet rates, one roofline, no overheads."""
-        return cls(
-            memory_efficiency=1.0,
-            compute_efficiency=1.0,
-            interconnect_efficiency=1.0,
-            layer_overhead_us=0.0,
-            token_overhead_us=0.0,
-            all_reduce_step_us=0.0,
-            round_overhead_ms=0.0,
-            overlapped=True,
-        )
 
 
 @dataclass(frozen=True)
@@ -219,11 +202,7 @@ class Deployment:
         """
         query_tokens = batch * queries
         linear, attention = self.linear_ms(query_tokens), self.attention_ms(batch, queries, context)
-        all_reduce = self.all_reduce_ms(query_tokens)
-        if self.costs.overlapped:
-            work = max(linear[0] + attention[0], linear[1] + attention[1], all_reduce)
-        else:
-            work = max(linear) + max(attention) + all_reduce
+        work = max(linear) + max(attention) + self.all_reduce_ms(query_tokens)
         overhead_us = self.costs.layer_overhead_us + self.costs.token_overhead_us * query_tokens
         return work + self.shape.num_layers * overhead_us * 1e-3
 

@@ -120,7 +120,6 @@ def add_command(subparsers: Any) -> None:
     )
     add_acceptance(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything to this file")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the speedups to this file")
     parser.set_defaults(run=run)
 
 
@@ -130,13 +129,11 @@ def run(options: argparse.Namespace) -> None:
     alphas = find_acceptance(options, deployment.draft)
     min_gamma, max_gamma = (options.gamma, options.gamma) if options.gamma else (1, options.max_gamma)
     plan = make_plan(deployment, alphas, max_gamma, options.batch, options.context, min_gamma)
-    try:
-        if options.json:
+    if options.json:
+        try:
             options.json.write_text(json.dumps(plan.to_json(), indent=1) + "\n")
-        if options.png:
-            draw(plan, options.png)
-    except OSError as error:
-        raise UserError(f"cannot write {error.filename or 'the file'}: {error.strerror}") from None
+        except OSError as error:
+            raise UserError(f"cannot write {options.json}: {error.strerror}") from None
     print_table(plan)
 
 
@@ -176,35 +173,3 @@ def print_table(plan: Plan) -> None:
         f"{hardware.flops / 1e12:.4g} TFLOP/s, {hardware.source}\n"
         "These are predictions; docs/performance.md has their errors."
     )
-
-
-def draw(plan: Plan, file: Path) -> None:
-    """Draw the speedups over batch and context as a heat map, grey beyond the K/V capacity."""
-    require("matplotlib").use("Agg")
-    pyplot, colors = require("matplotlib.pyplot"), require("matplotlib.colors")
-    batches = list(dict.fromkeys(cell.batch for cell in plan.cells))
-    rows = [[cell for cell in plan.cells if cell.batch == batch] for batch in batches]
-    contexts = [cell.context for cell in rows[0]]
-    speedups = [[cell.speedup if cell.fits else float("nan") for cell in row] for row in rows]
-    figure, axes = pyplot.subplots(figsize=(2 + 0.9 * len(contexts), 1.8 + 0.6 * len(batches)))
-    axes.set_facecolor("lightgrey")
-    image = axes.imshow(
-        speedups,
-        cmap="RdBu",
-        norm=colors.TwoSlopeNorm(1, vmin=0.5, vmax=2.5),
-        origin="lower",
-        aspect="auto",
-    )
-    for y, row in enumerate(rows):
-        for x, cell in enumerate(row):
-            text = f"{cell.speedup:.2f}\ngamma {cell.gamma}" if cell.fits else "no\nmemory"
-            axes.text(x, y, text, ha="center", va="center", fontsize=8)
-    axes.set_xticks(range(len(contexts)), [f"{context:,}" for context in contexts])
-    axes.set_yticks(range(len(batches)), [str(batch) for batch in batches])
-    axes.set(xlabel="context (tokens per request)", ylabel="batch", title=plan.deployment.title)
-    figure.colorbar(image, label="predicted speedup")
-    figure.tight_layout()
-    try:
-        figure.savefig(file, format="png", dpi=150)
-    finally:
-        pyplot.close(figure)
