@@ -68,13 +68,11 @@ class SpireSettings:
             )
         try:  # strict validation accepts a list for a tuple only in JSON
             return TypeAdapter(cls).validate_json(json.dumps(fields), strict=True)
-        except (ValidationError, TypeError) as error:
-            name, reason = "spire", str(error)
-            if isinstance(error, ValidationError):
-                problem = error.errors()[0]
-                name, reason = ".".join(map(str, ("spire", *problem["loc"]))), problem["msg"]
+        except ValidationError as error:
+            problem = error.errors()[0]
+            name = ".".join(map(str, ("spire", *problem["loc"])))
             raise SpireError(
-                f"config.json's field {name} is damaged ({reason}); write it again with: "
+                f"config.json's field {name} is damaged ({problem['msg']}); write it again with: "
                 "magicdec train-draft"
             ) from None
 
