@@ -15,7 +15,7 @@ from vllm_magicdec.attention.metadata import TokenMetadata
 from vllm_magicdec.attention.native_attention import NativeAttention
 from vllm_magicdec.attention.switch import Switch
 from vllm_magicdec.native.library import UnreadableError, best_variant, load
-from vllm_magicdec.policies.observing import observe_request
+from vllm_magicdec.policies import Observation
 from vllm_magicdec.views.round import TokenMask
 
 pytestmark = pytest.mark.skipif(best_variant() is None, reason="needs the compiled kernel")
@@ -130,12 +130,12 @@ def test_policies_are_given_the_kernels_weights(name):
     pages = metadata.block_table[0]
     attended(layer, case, metadata)
     [(_, queries, _, _, rows, softmax)] = seen
-    observation = observe_request(
+    observation = Observation(
         queries, rows, pages, PAGE, length=case.lens[0].long(), num_seen=0, softmax=softmax
     )
     own = observation.weights()
-    assert observation.weigh is not None and own.shape == (KV_HEADS, len(pages) * PAGE)
-    by_torch = replace(observation, weigh=None, queries=queries.float()).weights()
+    assert rows.weigh is not None and own.shape == (KV_HEADS, len(pages) * PAGE)
+    by_torch = replace(observation, cache=replace(rows, weigh=None), queries=queries.float()).weights()
     # In bfloat16, as torch multiplies with an fp8 cache's keys.
     tolerance = 1e-5 if name == "auto" else 2e-2
     torch.testing.assert_close(own, by_torch, rtol=tolerance, atol=tolerance)

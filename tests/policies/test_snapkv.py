@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import snapkv_scores
 
+from vllm_magicdec.attention import KVRows
 from vllm_magicdec.attention.softmax import Softmax
 from vllm_magicdec.policies import Observation
 from vllm_magicdec.policies.snapkv import SnapKV
@@ -40,7 +41,9 @@ def test_scores_equal_the_papers_formula(
     fields.snapkv_kernel, fields.snapkv_pooling = kernel, pooling
     observation = Observation(
         queries=queries.transpose(0, 1),
-        read_keys=lambda: keys,
+        cache=KVRows.of(torch.cat([keys, keys], dim=-1).unsqueeze(0), "TRITON_ATTN"),  # one page
+        blocks=torch.tensor([0]),
+        page_size=keys.shape[1],
         length=torch.tensor(length),
         num_seen=seed % (before + 1),
         softmax=Softmax(8**-0.5, sinks=torch.from_numpy(sinks) if has_sinks else None),

@@ -8,9 +8,9 @@ target's own pass are recorded.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +20,6 @@ from typing_extensions import override
 
 from vllm_magicdec.attention import KVRows
 from vllm_magicdec.attention.observing import LayerObserver, QueryRecorder
-from vllm_magicdec.attention.rows import WeighTokens
 from vllm_magicdec.attention.scales import Scales
 from vllm_magicdec.attention.softmax import Softmax, weights_of
 from vllm_magicdec.policies.base import Engine, Limits, Policy, parse_budget_of_selected_pages
@@ -36,16 +35,17 @@ class Observation:
     """The queries of one request's latest tokens and its keys, in one layer."""
 
     queries: torch.Tensor  # [window, num_heads, head_size], of the last `window` tokens, oldest first
-    read_keys: Callable[[], torch.Tensor]  # see `keys`
+    cache: KVRows
+    blocks: torch.Tensor  # [n] int, the request's pages
+    page_size: int  # tokens
     length: torch.Tensor  # [] int64, valid keys; the last query is at position length - 1
     num_seen: int  # keys from the start that every query sees; a lower bound known to the host
     softmax: Softmax
-    weigh: Callable[[], torch.Tensor | None] | None = None  # computes `weights` by a kernel
 
     @cached_property
     def keys(self) -> torch.Tensor:
         """[num_kv_heads, num_tokens, head_size], by position, as they are stored."""
-        return self.read_keys()
+        return self.cache.keys_by_page(self.blocks, self.page_size).transpose(0, 1).flatten(1, 2)
 
     @property
     def window(self) -> int:
@@ -58,8 +58,17 @@ class Observation:
         Weights are the softmax over the whole context, causal in the window, summed over the window's
         queries and the query heads of each KV head. They are 0 at invalid positions.
         """
-        by_kernel = None if self.weigh is None else self.weigh()
+        by_kernel = self._weights_by_kernel()
         return self._weights_by_torch() if by_kernel is None else by_kernel
+
+    def _weights_by_kernel(self) -> torch.Tensor | None:
+        if (
+            self.cache.weigh is None or self.page_size != self.cache.page_size
+        ):  # it reads the cache's blocks
+            return None
+        length = int(self.length)
+        weights = self.cache.weigh(self.queries, self.blocks, length, self.softmax)
+        return None if weights is None else pad(weights, (0, len(self.blocks) * self.page_size - length))
 
     def _weights_by_torch(self) -> torch.Tensor:
         window, first, keys = self.window, self.num_seen, self.keys
@@ -305,7 +314,7 @@ class PromptSelector:
         def score(layer: int, queries: torch.Tensor, cache: KVRows, softmax: Softmax) -> None:
             for row, index in enumerate(indices):
                 num_pages = ceil_div(int(batch.known_lens[index]), self._page_size)
-                observation = observe_request(
+                observation = Observation(
                     queries[row * window : (row + 1) * window],
                     cache,
                     batch.block_table[index, :num_pages],
@@ -330,31 +339,3 @@ class PromptSelector:
         scores = scores.masked_fill(is_fixed, float("-inf"))
         count = min(selected.shape[-1], scores.shape[-1])
         selected[:, :count] = scores.topk(count).indices.to(torch.int32)
-
-
-def observe_request(
-    queries: torch.Tensor,
-    cache: KVRows,
-    blocks: torch.Tensor,
-    page_size: int,
-    *,
-    length: torch.Tensor,
-    num_seen: int,
-    softmax: Softmax,
-) -> Observation:
-    """Observe a request with pages `blocks` [n] int; see `Observation` for the other arguments."""
-
-    def weigh(by_kernel: WeighTokens) -> torch.Tensor | None:
-        own_length = int(length)
-        weights = by_kernel(queries, blocks, own_length, softmax)
-        return weights if weights is None else pad(weights, (0, len(blocks) * page_size - own_length))
-
-    is_own_page = page_size == cache.page_size  # a kernel takes the cache's own blocks
-    return Observation(
-        queries=queries,
-        read_keys=lambda: cache.keys_by_page(blocks, page_size).transpose(0, 1).flatten(1, 2),
-        length=length,
-        num_seen=num_seen,
-        softmax=softmax,
-        weigh=partial(weigh, cache.weigh) if cache.weigh is not None and is_own_page else None,
-    )
