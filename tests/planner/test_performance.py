@@ -328,7 +328,7 @@ def test_speculation_pays_from_the_inflection_on_and_not_before(
     def pays(context):
         return deployment.best({budget: alpha}, max_gamma, batch, context).speedup >= 1
 
-    at = deployment.inflection_context({budget: alpha}, max_gamma, batch, 2**20)
+    at = deployment.inflection_context({budget: alpha}, max_gamma, batch)
     if at is None:
         assert not any(pays(2**power) for power in range(21))
         return

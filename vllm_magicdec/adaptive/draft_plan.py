@@ -73,7 +73,7 @@ class DraftLists(list[list[int]]):
     Args:
         num_passes: draft steps that were made; 0 if all drafts were looked up.
         num_checked: by request, how many of the first drafts the draft steps sampled; the others were
-            looked up and not checked. None: all if there was a draft step, else none.
+            looked up and not checked. None: none of them.
         bucket: `bucket_of` the round; 0 if lookups were not evaluated first.
     """
 
@@ -87,6 +87,4 @@ class DraftLists(list[list[int]]):
     ) -> None:
         super().__init__(drafts)
         self.num_passes, self.bucket = num_passes, bucket
-        if num_checked is None:
-            num_checked = [len(own) if num_passes else 0 for own in self]
-        self.num_checked = num_checked
+        self.num_checked = [0] * len(self) if num_checked is None else num_checked

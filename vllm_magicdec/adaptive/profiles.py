@@ -40,19 +40,15 @@ def _check_drafter(path: str, spec: MagicDecSpeculativeConfig, description: Mapp
     model, target = spec.model, spec.target_model_config.model
     assert model is not None
     method, drafted = _find_drafter(description)
-    verified = description.get("model")
-    if method not in (None, spec.name):
-        raise MagicDecConfigError(
-            f"{spec.name}: profile: {path} was measured with method={method!r}, not "
-            f"{spec.name!r}; measure again with 'magicdec profile', or remove 'profile'"
-        )
-    fields = description.get("speculative_config")
+    verified, fields = description.get("model"), description.get("speculative_config")
     weights = fields.get("draft_weights", "target") if isinstance(fields, dict) else spec.draft_weights
-    if weights != spec.draft_weights:
-        raise MagicDecConfigError(
-            f"{spec.name}: profile: {path} was measured with draft_weights={quoted(weights)}, not "
-            f"{spec.draft_weights!r}; measure again with 'magicdec profile', or remove 'profile'"
-        )
+    own = {"method": (method or spec.name, spec.name), "draft_weights": (weights, spec.draft_weights)}
+    for name, (measured, asked) in own.items():
+        if measured != asked:
+            raise MagicDecConfigError(
+                f"{spec.name}: profile: {path} was measured with {name}={quoted(measured)}, not {asked!r}; "
+                "measure again with 'magicdec profile', or remove 'profile'"
+            )
     if drafted is None:
         what = f"does not name the model that drafted; if that was not {quoted(model)}"
     elif _base_name(drafted) != _base_name(model):

@@ -13,6 +13,7 @@ from functools import cached_property
 from vllm_magicdec.planner.shapes import ModelShape
 
 GIB = 2**30
+_MAX_CONTEXT = 2**20  # tokens; the longest at which speculation may begin to pay
 
 
 def tokens_per_round(gamma: int, alpha: float) -> float:
@@ -258,12 +259,7 @@ class Deployment:
         return max(choices, key=lambda choice: choice.speedup)
 
     def inflection_context(
-        self,
-        alphas: Mapping[int, float],
-        max_gamma: int,
-        batch: int,
-        max_context: int = 2**20,
-        min_gamma: int = 1,
+        self, alphas: Mapping[int, float], max_gamma: int, batch: int, min_gamma: int = 1
     ) -> int | None:
         """Return S_inflection, the shortest context from which on speculation pays, or None, by bisection.
 
@@ -275,9 +271,9 @@ class Deployment:
         def pays(context: int) -> bool:
             return self.best(alphas, max_gamma, batch, context, min_gamma).speedup >= 1
 
-        if not pays(max_context):
+        low, high = 0, _MAX_CONTEXT
+        if not pays(high):
             return None
-        low, high = 0, max_context
         if self.draft is not None:
             while (half := high // 2) and pays(half):
                 high = half

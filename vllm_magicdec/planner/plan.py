@@ -97,8 +97,7 @@ def make_plan(
                 )
             )
     inflections = {
-        batch: deployment.inflection_context(alphas, max_gamma, batch, min_gamma=min_gamma)
-        for batch in batches
+        batch: deployment.inflection_context(alphas, max_gamma, batch, min_gamma) for batch in batches
     }
     return Plan(deployment, alphas, min_gamma, max_gamma, capacity, inflections, tuple(cells))
 
@@ -234,11 +233,7 @@ def print_table(plan: Plan) -> None:
 
 
 def _find_deployment(options: argparse.Namespace) -> Deployment:
-    """Build the deployment that the options describe.
-
-    Raises:
-        UserError: a model or device is unknown, or they do not fit each other.
-    """
+    """Build the deployment that the options describe, or raise UserError."""
     shape = find_model(options.model)
     own = {"weight_bytes": options.weight_bytes, "kv_bytes": options.kv_bytes}
     own = {name: value for name, value in own.items() if value is not None}
@@ -261,11 +256,7 @@ def _find_deployment(options: argparse.Namespace) -> Deployment:
 
 
 def _find_acceptance(options: argparse.Namespace, draft: ModelShape | None) -> dict[int, float]:
-    """Return the acceptance rate of every budget (tokens); `draft` is None for self-speculation.
-
-    Raises:
-        UserError: the options contradict each other, or a rate is missing.
-    """
+    """Return the acceptance rate of every budget (tokens), or raise UserError."""
     budgets, rates = options.budget, options.acceptance
     if options.acceptance_length:
         if rates:
