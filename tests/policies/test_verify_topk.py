@@ -242,6 +242,7 @@ def test_requests_are_selected_for_in_parts_that_fit_the_scratch(monkeypatch):
         monkeypatch.setattr(
             selector, "_select", lambda part, n: parts.append(len(part.req_ids)) or select_part(part, n)
         )
+        selector._selections.begin_round(list("abc"))
         selector.update(make_batch(list("abc"), scene.block_table, context_lens), GAMMA)
         return parts, selector._selections
 

@@ -59,12 +59,8 @@ class Plan:
         """Return inputs and predictions as a JSON object."""
         fields = asdict(self)
         deployment = fields.pop("deployment")
-        return {
-            "model": deployment.pop("shape"),
-            **deployment,
-            "acceptance": fields.pop("alphas"),
-            **fields,
-        }
+        model, acceptance = deployment.pop("shape"), fields.pop("alphas")
+        return {"model": model, **deployment, "acceptance": acceptance, **fields}
 
 
 def make_plan(

@@ -255,7 +255,6 @@ class PromptSelector:
 
     def update(self, batch: Batch, num_steps: int) -> None:
         """Select for the requests that are due; launch nothing if none is. No host synchronisation."""
-        self._selections.begin_round(batch.req_ids)
         # By page, drafted tokens' pages are recent; by token, each drafted token replaces a recent one.
         self._num_drafted = num_steps if self._budget.unit > 1 else 0
         due = [index for index in range(len(batch.req_ids)) if self._is_due(batch, index)]

@@ -12,7 +12,6 @@ from typing_extensions import override
 
 from vllm_magicdec.policies.base import Engine, Limits, Policy
 from vllm_magicdec.views.round import Batch, Selector
-from vllm_magicdec.views.selections import Selections
 from vllm_magicdec.views.tokens import TokenBudget, TokenViews
 
 
@@ -39,7 +38,7 @@ class SinksAndWindow(Policy):
     def make_views(cls, fields: Any, engine: Engine, budget: WindowBudget) -> TokenViews:
         selections = engine.make_selections(engine.num_kv_heads, 0)
         plans = engine.switch_attention()
-        return TokenViews(selections, _NoSelector(selections), budget, engine.make_draft_slots(), plans)
+        return TokenViews(selections, _NoSelector(), budget, engine.make_draft_slots(), plans)
 
 
 class _NoSelector(Selector):
@@ -47,9 +46,6 @@ class _NoSelector(Selector):
 
     memory_bytes: Mapping[str, int] = {}
 
-    def __init__(self, selections: Selections) -> None:
-        self._selections = selections
-
     @override
     def update(self, batch: Batch, num_steps: int) -> None:
-        self._selections.begin_round(batch.req_ids)
+        pass

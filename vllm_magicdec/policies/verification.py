@@ -202,7 +202,6 @@ class VerificationSelector(Selector):
 
     @override
     def update(self, batch: Batch, num_steps: int) -> None:
-        self._selections.begin_round(batch.req_ids)
         unknown = self._find_unknown(batch)
         self._policy.update(batch, unknown)
         is_due = 0 in unknown.values() or self._round % self._policy.refresh == 0

@@ -50,6 +50,7 @@ class LayerPageViews(Views):
 
     @override
     def prepare(self, batch: Batch, num_steps: int) -> PageRound:
+        self._selections.begin_round(batch.req_ids)
         self._selector.update(batch, num_steps)
         num_reqs = batch.context_lens.shape[0]
         if has_kernels(self._lens.device):

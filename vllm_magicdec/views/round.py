@@ -238,7 +238,7 @@ class Selector(Protocol):
         """Device memory in addition to the selections, by purpose."""
 
     def update(self, batch: Batch, num_steps: int) -> None:
-        """Select for the requests of a round that are due, each with `num_steps` drafts."""
+        """Select for the requests of a round that are due; all have rows, and `num_steps` drafts each."""
 
 
 class RoundView(Protocol):

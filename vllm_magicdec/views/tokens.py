@@ -233,6 +233,7 @@ class TokenViews(Views):
 
     @override
     def prepare(self, batch: Batch, num_steps: int) -> TokenRound:
+        self._selections.begin_round(batch.req_ids)
         self._selector.update(batch, num_steps)
         num_reqs = batch.context_lens.shape[0]
         rows = self._selections.rows(batch.req_ids)
