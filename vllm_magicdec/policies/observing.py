@@ -62,9 +62,8 @@ class Observation:
         return self._weights_by_torch() if by_kernel is None else by_kernel
 
     def _weights_by_kernel(self) -> torch.Tensor | None:
-        if (
-            self.cache.weigh is None or self.page_size != self.cache.page_size
-        ):  # it reads the cache's blocks
+        # The kernel reads the cache's own blocks.
+        if self.cache.weigh is None or self.page_size != self.cache.page_size:
             return None
         length = int(self.length)
         weights = self.cache.weigh(self.queries, self.blocks, length, self.softmax)
