@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vllm_magicdec import TESTED_VLLM_VERSIONS, __version__, vllm_api
+from vllm_magicdec import TESTED_VLLM_VERSIONS, __version__, hooking, vllm_api
 
 _BIN = Path(sys.executable).parent
 _HEAD_SIZE = 128  # head size for which vLLM selects the reported attention backend
@@ -56,13 +56,12 @@ def find_plugin() -> str:
 def find_hooks() -> str:
     """Check every hook and every other name of vLLM that the plugin uses."""
     from vllm_magicdec.plugin import register
-    from vllm_magicdec.vllm_api import hook
 
     if (reason := register()) is not None:
         raise CheckError(reason)
     from vllm_magicdec.vllm_api.requirements import REQUIRED
 
-    return f"{len(hook.installed())} hooks and {len(REQUIRED)} other names of vLLM fit"
+    return f"{len(hooking.installed())} hooks and {len(REQUIRED)} other names of vLLM fit"
 
 
 def find_modules() -> str:

@@ -12,7 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
-from vllm_magicdec import TESTED_VLLM_VERSIONS, __version__
+from vllm_magicdec import TESTED_VLLM_VERSIONS, __version__, hooking
 from vllm_magicdec.errors import METHOD, MODEL_METHOD
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -34,18 +34,18 @@ def register() -> str | None:
 
     In the second case, requests for one of the methods fail with the same sentence, which is returned.
     """
-    from vllm_magicdec.vllm_api import hook, unavailable
+    from vllm_magicdec.vllm_api import unavailable
 
     try:
-        hook.uninstall(unavailable.HOOKS)
+        hooking.uninstall(unavailable.HOOKS)
         _register()
     except Exception as error:
-        hook.uninstall()
+        hooking.uninstall()
         version = _vllm_version()
         reason = (
             f"vllm-magicdec {__version__} is off because vLLM {version} is not supported "
-            f"({hook.in_words(error)}); install vLLM {' or '.join(TESTED_VLLM_VERSIONS)}, or a version of "
-            f"vllm-magicdec for vLLM {version}"
+            f"({hooking.in_words(error)}); install vLLM {' or '.join(TESTED_VLLM_VERSIONS)}, or a version "
+            f"of vllm-magicdec for vLLM {version}"
         )
         unavailable.explain(reason)
         logger.warning("%s.", reason)
@@ -57,13 +57,13 @@ def _register() -> None:
     from vllm.model_executor.models.registry import ModelRegistry
 
     from vllm_magicdec.spire.settings import ARCHITECTURE
-    from vllm_magicdec.vllm_api import hook, hooks
+    from vllm_magicdec.vllm_api import hooks
     from vllm_magicdec.vllm_api.requirements import REQUIRED
 
     registry = _find_registry()
     chosen = hooks.HOOKS if registry is None else hooks.HOOKS_BESIDE_REGISTRY
-    hook.check((*chosen, *REQUIRED))
-    hook.install(chosen)
+    hooking.check((*chosen, *REQUIRED))
+    hooking.install(chosen)
     if registry is not None:
         spec = registry.SpeculativeMethodSpec(**_SPEC)
         for method in (METHOD, MODEL_METHOD):

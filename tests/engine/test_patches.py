@@ -26,10 +26,10 @@ import vllm
 from vllm.plugins import load_general_plugins
 load_general_plugins()
 from vllm.v1.spec_decode.registry import find_by_fields
-from vllm_magicdec.vllm_api import hook
+from vllm_magicdec import hooking
 print(vllm.__file__)
 print([find_by_fields({"method": name}) is not None for name in ("magicdec-self", "magicdec", "eagle")])
-print([one.target for one in hook.installed()])
+print([one.target for one in hooking.installed()])
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())

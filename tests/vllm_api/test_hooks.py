@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 from vllm.config import SpeculativeConfig
 
-from vllm_magicdec import plugin
+from vllm_magicdec import hooking, plugin
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
-from vllm_magicdec.vllm_api import hook as hook_module
 from vllm_magicdec.vllm_api import hooks
 from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig
 from vllm_magicdec.vllm_api.requirements import REQUIRED
@@ -23,9 +22,9 @@ def attributes() -> list[object]:
 @pytest.fixture
 def unhooked():
     """Uninstall all hooks; return the original attributes of vLLM."""
-    hook_module.uninstall()
+    hooking.uninstall()
     yield attributes()
-    hook_module.uninstall()
+    hooking.uninstall()
     plugin.register()
 
 
@@ -35,8 +34,8 @@ def test_hooks_are_installed_once_and_removed_completely(unhooked):
     plugin.register()
     assert attributes() == once
     assert all(a is not b for a, b in zip(once, unhooked, strict=True))
-    assert hook_module.installed() == hooks.HOOKS
-    hook_module.uninstall()
+    assert hooking.installed() == hooks.HOOKS
+    hooking.uninstall()
     assert attributes() == unhooked
     assert "__new__" not in vars(SpeculativeConfig)
 
@@ -60,12 +59,12 @@ def test_renamed_names_and_parameters_are_reported(one):
 def test_a_moved_module_or_class_is_named_and_nothing_is_wrapped(unhooked, change, problem):
     moved = next(hook for hook in hooks.HOOKS if hook.name == "create_engine_config")
     with pytest.raises(MagicDecConfigError, match=problem):
-        hook_module.install((*hooks.HOOKS, replace(moved, **change)))
+        hooking.install((*hooks.HOOKS, replace(moved, **change)))
     assert attributes() == unhooked
 
 
 def test_only_the_plugins_methods_get_its_classes(unhooked):
-    hook_module.install(hooks.HOOKS)
+    hooking.install(hooks.HOOKS)
     assert type(SpeculativeConfig(method=METHOD)) is EngineSpeculativeConfig
     assert type(SpeculativeConfig(model=METHOD)) is EngineSpeculativeConfig
     assert type(SpeculativeConfig(method="ngram", num_speculative_tokens=2)) is SpeculativeConfig

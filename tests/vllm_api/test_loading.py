@@ -19,9 +19,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_magicdec import TESTED_VLLM_VERSIONS, plugin, vllm_api
+from vllm_magicdec import TESTED_VLLM_VERSIONS, hooking, plugin, vllm_api
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
-from vllm_magicdec.vllm_api import hook, hooks
+from vllm_magicdec.vllm_api import hooks
 from vllm_magicdec.vllm_api.engine_config import EngineSpeculativeConfig
 
 PATCHES = Path(__file__).parents[2] / "patches"
@@ -57,7 +57,7 @@ def fail_halfway(monkeypatch):
             raise RuntimeError("no more")
         setattr(owner, name, value)
 
-    monkeypatch.setattr(hook, "setattr", set_half, raising=False)
+    monkeypatch.setattr(hooking, "setattr", set_half, raising=False)
     return "RuntimeError: no more"
 
 
@@ -93,7 +93,7 @@ def test_unsupported_vllm_is_left_unchanged(log, monkeypatch, fault):
         other = SpeculativeConfig(method="ngram", num_speculative_tokens=2, prompt_lookup_max=3)
         assert type(other) is SpeculativeConfig
     plugin.register()
-    assert hook.installed() == hooks.HOOKS
+    assert hooking.installed() == hooks.HOOKS
 
 
 def test_command_line_gives_the_reason(log, monkeypatch, capsys):
@@ -113,7 +113,7 @@ def test_plugin_loads_if_no_target_exists(log, monkeypatch):
     monkeypatch.setattr("vllm.config.SpeculativeConfig", None)
     monkeypatch.setattr("vllm.engine.arg_utils.EngineArgs", None)
     plugin.register()
-    assert hook.installed() == ()
+    assert hooking.installed() == ()
     assert "is off because vLLM" in log.text
 
 
@@ -155,14 +155,14 @@ SPEC_FIELDS = ("config_cls", "proposer_cls", "speculator_cls", "add_cli_args", "
 def test_other_registry_is_ignored(log, registry, changes):
     vars(registry).update(changes)
     plugin.register()
-    assert hook.installed() == hooks.HOOKS
+    assert hooking.installed() == hooks.HOOKS
     assert registry.find_by_fields({"method": METHOD}) is None
     assert not log.records
 
 
 def test_registry_of_the_patches_is_used(log, registry):
     plugin.register()
-    assert hook.installed() == hooks.HOOKS_BESIDE_REGISTRY
+    assert hooking.installed() == hooks.HOOKS_BESIDE_REGISTRY
     spec = registry.find_by_fields({"method": METHOD})
     assert spec is registry.find_by_fields({"model": METHOD})
     assert spec is registry.find_by_fields({"method": MODEL_METHOD, "model": "a draft"})

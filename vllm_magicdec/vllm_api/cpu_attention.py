@@ -27,7 +27,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from vllm_magicdec.vllm_api.hook import instead
+from vllm_magicdec.hooking import instead
 
 logger = init_logger(f"vllm.{__name__}")
 

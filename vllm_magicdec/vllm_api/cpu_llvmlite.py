@@ -9,7 +9,7 @@ Without Triton, a starting CPU worker inspects every attribute of all loaded mod
 from collections.abc import Callable
 from typing import Any
 
-from vllm_magicdec.vllm_api.hook import instead
+from vllm_magicdec.hooking import instead
 
 _MARK = "_vllm_magicdec_original"
 

@@ -21,7 +21,7 @@ import vllm.v1.sample.ops.topk_topp_sampler as topk_topp_sampler
 import vllm.v1.sample.rejection_sampler as rejection_sampler
 from vllm.logger import init_logger
 
-from vllm_magicdec.vllm_api.hook import before, instead
+from vllm_magicdec.hooking import before, instead
 
 logger = init_logger(f"vllm.{__name__}")
 

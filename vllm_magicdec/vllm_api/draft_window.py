@@ -19,9 +19,9 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_magicdec.config import VllmMethodConfig
 from vllm_magicdec.drafting.layer_groups import is_readable
 from vllm_magicdec.errors import MagicDecConfigError
+from vllm_magicdec.hooking import after, before
 from vllm_magicdec.views.pages import PageBudget, sinks_and_latest, table_width
 from vllm_magicdec.views.tensors import ceil_div
-from vllm_magicdec.vllm_api.hook import after, before
 
 logger = init_logger(f"vllm.{__name__}")
 

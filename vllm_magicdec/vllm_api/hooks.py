@@ -21,6 +21,7 @@ from vllm_magicdec.adaptive.request_limits import check_limit, drop_drafts
 from vllm_magicdec.config import AdaptiveConfig, MagicDecSpeculativeConfig, VllmMethodConfig
 from vllm_magicdec.config.given import check_given, extends_method, refuse_misspelt_method, selects_magicdec
 from vllm_magicdec.errors import MagicDecConfigError
+from vllm_magicdec.hooking import Hook, Wrap, after, before, in_words, instead
 from vllm_magicdec.vllm_api.counts import add_logger, pass_on, send
 from vllm_magicdec.vllm_api.draft_window import window_proposer, window_speculator
 from vllm_magicdec.vllm_api.drafts_with_output import keep_drafts, send_drafts, update_drafts
@@ -30,7 +31,6 @@ from vllm_magicdec.vllm_api.engine_config import (
     fit_adapters,
     reads_activations,
 )
-from vllm_magicdec.vllm_api.hook import Hook, Wrap, after, before, in_words, instead
 from vllm_magicdec.vllm_api.options import add_options
 from vllm_magicdec.vllm_api.runner_wrappers import bypass_rejection_sampler
 

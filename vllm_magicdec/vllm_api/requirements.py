@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from vllm_magicdec.vllm_api.hook import Required
+from vllm_magicdec.hooking import Required
 
 _GPU = "vllm.v1.worker.gpu"
 _SPEC_DECODE = f"{_GPU}.spec_decode"

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_magicdec.vllm_api.hook import before, instead
+from vllm_magicdec.hooking import before, instead
 
 
 def bypass_rejection_sampler(

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
-from vllm_magicdec.vllm_api.hook import Hook, after, install
+from vllm_magicdec.hooking import Hook, after, install
 
 _reason = ""
 
