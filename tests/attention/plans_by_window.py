@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's CPU attention where layers of a group differ in their window; run for every library of kernels."""
 
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -16,11 +15,11 @@ from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_magicdec.vllm_api import cpu_attention
-
 PAGE, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 32, 4, 2, 32
 WINDOW = 512
 TOLERANCE = 2e-5
+IS_PATCHED = not hasattr(CPUAttentionMetadataBuilder, "_group_sliding_window")
+needs_patch = pytest.mark.skipif(not IS_PATCHED, reason="needs the third patch of `patches/`")
 # Lengths of query and context of each request: threads share the keys of one with a single token.
 DECODE = [(1, 2000)]
 
@@ -34,15 +33,6 @@ def kernels():
     torch.set_num_threads(2)  # one thread does all of a request
     yield
     torch.set_num_threads(num_threads)
-
-
-@contextmanager
-def fixed():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CPUAttentionMetadataBuilder, "build", CPUAttentionMetadataBuilder.build)
-        patch.setattr(CPUAttentionBackendImpl, "forward", CPUAttentionBackendImpl.forward)
-        cpu_attention.patch()
-        yield
 
 
 class Layers:
@@ -135,43 +125,44 @@ class Layers:
         return query, keys, values, output
 
 
+@pytest.mark.skipif(IS_PATCHED, reason="patched")
 def test_vllm_itself_is_wrong_with_a_window_and_sinks_under_a_shared_plan():
-    """If this fails, vLLM has fixed it: `cpu_attention.py` and its patch can go."""
+    """If this fails, vLLM has fixed it: its patch and the refusal can go."""
     layers = Layers([WINDOW, None], DECODE)
     assert layers.error_after_other_work(1, 1) < TOLERANCE
     assert any(layers.error_after_other_work(0, 1) > 1 for _ in range(10))
 
 
+@pytest.mark.parametrize(("has_sinks", "splits"), [(False, True), (True, False)])
+def test_layers_are_right_without_sinks_or_split_keys(monkeypatch, has_sinks, splits):
+    """The plugin does not refuse them."""
+    monkeypatch.setenv("VLLM_CPU_ATTN_SPLIT_KV", str(int(splits)))
+    layers = Layers([WINDOW, None, 96], DECODE, has_sinks=has_sinks)
+    for index in range(3):
+        assert max(layers.error_after_other_work(index, 1) for _ in range(3)) < TOLERANCE
+
+
+@needs_patch
 @pytest.mark.parametrize("late", [False, True], ids=["all layers known", "layers added later"])
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["no sinks", "sinks"])
 def test_layers_with_and_without_a_window_are_right_with_plans_of_their_own(has_sinks, late):
-    with fixed():
-        layers = Layers([WINDOW, None, 96], DECODE, has_sinks=has_sinks, late=late)
-        for index in range(3):
-            assert max(layers.error_after_other_work(index, 1) for _ in range(3)) < TOLERANCE
+    layers = Layers([WINDOW, None, 96], DECODE, has_sinks=has_sinks, late=late)
+    for index in range(3):
+        assert max(layers.error_after_other_work(index, 1) for _ in range(3)) < TOLERANCE
 
 
+@needs_patch
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_any_batch_is_right_with_plans_by_window(data):
-    with fixed():
-        lens = data.draw(st.lists(st.integers(1, 700), min_size=1, max_size=4), label="contexts")
-        requests = [
-            (data.draw(st.one_of(st.just(1), st.integers(1, length)), label="query"), length)
-            for length in lens
-        ]
-        windows = data.draw(
-            st.lists(st.one_of(st.none(), st.integers(1, 200)), min_size=1, max_size=3), label="windows"
-        )
-        torch.manual_seed(data.draw(st.integers(0, 1000), label="seed"))
-        layers = Layers(windows, requests, has_sinks=data.draw(st.booleans(), label="sinks"))
-        for index in range(len(windows)):
-            assert layers.error_after_other_work(index, 0) < TOLERANCE
-
-
-def test_layers_with_one_window_are_planned_as_vllm_plans_them():
-    with fixed():
-        for windows in ([WINDOW, WINDOW], [None, None]):
-            layers = Layers(windows, DECODE)
-            assert type(layers._metadata) is cpu_attn.CPUAttentionMetadata
-            assert layers.error(0) < TOLERANCE
+    lens = data.draw(st.lists(st.integers(1, 700), min_size=1, max_size=4), label="contexts")
+    requests = [
+        (data.draw(st.one_of(st.just(1), st.integers(1, length)), label="query"), length) for length in lens
+    ]
+    windows = data.draw(
+        st.lists(st.one_of(st.none(), st.integers(1, 200)), min_size=1, max_size=3), label="windows"
+    )
+    torch.manual_seed(data.draw(st.integers(0, 1000), label="seed"))
+    layers = Layers(windows, requests, has_sinks=data.draw(st.booleans(), label="sinks"))
+    for index in range(len(windows)):
+        assert layers.error_after_other_work(index, 0) < TOLERANCE

@@ -130,12 +130,21 @@ def test_mla_without_scaled_rope_is_refused_on_cpus():
         cells.answer(cell)
 
 
+# Layers with and without a window are then in one group.
+IN_ONE_GROUP = {"disable_hybrid_kv_cache_manager": True}
+
+
+def test_sinks_and_windows_in_one_group_are_refused_on_cpus():
+    cell = cells.Cell(replace(BY_NAME["gpt-oss"], engine=IN_ONE_GROUP), "V1", "streamingllm")
+    with pytest.raises(engines.RefusedError, match="leave out --disable-hybrid-kv-cache-manager"):
+        cells.answer(cell)
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize(
     ("name", "engine", "budget"),
     [
-        # Layers with and without a window are in one group.
-        ("gpt-oss", {"disable_hybrid_kv_cache_manager": True}, cells.MODEL_LEN),
+        ("Gemma 3", IN_ONE_GROUP, cells.MODEL_LEN),
         ("Gemma 3", {}, 64),  # below the window, which it cuts
     ],
 )

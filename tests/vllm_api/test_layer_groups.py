@@ -6,11 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.chunked_local_attention import (
     create_chunked_local_attention_backend,
 )
 from vllm.v1.attention.backend import AttentionCGSupport
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadataBuilder,
+)
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -31,6 +37,7 @@ from vllm_magicdec.vllm_api.attention_groups import (
     refuse_small_buffers,
     refuse_split_pages,
 )
+from vllm_magicdec.vllm_api.verification_attention import refuse_if_inexact
 
 SHAPE = dict(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32)
 FULL = FullAttentionSpec(**SHAPE)
@@ -148,3 +155,38 @@ def test_heads_too_large_for_vllms_triton_attention_are_refused(room, is_refused
     sentence = "heads of 32, and the draft model's have 64"
     with pytest.raises(MagicDecConfigError, match=sentence) if is_refused else nullcontext():
         refuse_small_buffers([[group]])
+
+
+@pytest.mark.parametrize(
+    ("layers", "splits_keys", "is_refused"),  # layers: window and whether there are sinks
+    [
+        ([(96, True), (-1, True)], True, True),
+        ([(96, True), (-1, False)], True, True),
+        ([(96, True), (64, False)], True, True),
+        ([(96, True), (-1, True)], False, False),
+        ([(96, False), (-1, True)], True, False),
+        ([(96, False), (-1, False)], True, False),
+        ([(96, True), (96, True)], True, False),
+        ([(-1, True), (-1, True)], True, False),
+    ],
+)
+def test_sinks_under_a_shared_plan_are_refused_on_cpus(monkeypatch, layers, splits_keys, is_refused):
+    """`attention/plans_by_window.py` shows which of them vLLM computes wrongly."""
+    monkeypatch.setenv("VLLM_CPU_ATTN_SPLIT_KV", str(int(splits_keys)))
+    by_name = {}
+    for index, (window, has_sinks) in enumerate(layers):
+        layer = by_name[str(index)] = Attention.__new__(Attention)
+        nn.Module.__init__(layer)
+        layer.impl = CPUAttentionBackendImpl.__new__(CPUAttentionBackendImpl)
+        layer.impl.sliding_window, layer.impl.sinks = window, torch.zeros(2) if has_sinks else None
+    builder = CPUAttentionMetadataBuilder.__new__(CPUAttentionMetadataBuilder)
+    builder.layer_names = list(by_name)
+    builder.vllm_config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=by_name),
+        scheduler_config=SimpleNamespace(async_scheduling=False),
+    )
+    builder.window_size = builder._group_sliding_window()
+    group = SimpleNamespace(get_metadata_builder=lambda: builder)
+    sentence = "leave out --disable-hybrid-kv-cache-manager"
+    with pytest.raises(MagicDecConfigError, match=sentence) if is_refused else nullcontext():
+        refuse_if_inexact(builder.vllm_config, [[group]])

@@ -12,5 +12,5 @@ draft models in place of the target.
 its cache. `kv_cache.py` groups layers and reserves memory, `attention_groups.py` has metadata builders of
 views, `page_metadata_v2.py` the metadata on V2. `adapters.py` supports LoRA, `embeddings.py` and `rope.py`
 multimodal targets. `kv_transfer.py` hides drafts from KV connectors, `verification_attention.py` checks the
-target's attention. `cpu_sampling.py`, `cpu_attention.py` and `cpu_llvmlite.py` fix vLLM on CPUs.
+target's attention. `cpu_sampling.py` and `cpu_llvmlite.py` fix vLLM on CPUs.
 """

@@ -7,7 +7,7 @@ If vLLM has a registry for out-of-tree speculators (see `patches/`), the plugin 
 and installs only `HOOKS_BESIDE_REGISTRY`.
 
 Engines with a method of the plugin later patch more: `attention/switch.py` wraps the attention of each
-layer, and `cpu_sampling.py`, `cpu_attention.py` and `cpu_llvmlite.py` fix vLLM on CPUs.
+layer, and `cpu_sampling.py` and `cpu_llvmlite.py` fix vLLM on CPUs.
 """
 
 import inspect

@@ -27,7 +27,7 @@ from vllm_magicdec.drafting.finite import make_finite
 from vllm_magicdec.lookup.history import History
 from vllm_magicdec.views.round import Batch, PageView, Pass, Queries, Sampled, TargetStep
 from vllm_magicdec.views.tensors import PAD_SLOT
-from vllm_magicdec.vllm_api import cpu_attention, cpu_llvmlite, cpu_sampling
+from vllm_magicdec.vllm_api import cpu_llvmlite, cpu_sampling
 from vllm_magicdec.vllm_api.draft_runner import DraftRunner
 from vllm_magicdec.vllm_api.embeddings import (
     blank_embedded_prompts,
@@ -38,6 +38,7 @@ from vllm_magicdec.vllm_api.embeddings import (
 from vllm_magicdec.vllm_api.kv_transfer import without_kv_connector
 from vllm_magicdec.vllm_api.rope import positions_on_host
 from vllm_magicdec.vllm_api.runner_wrappers import bypass_rejection_sampler, report_finished
+from vllm_magicdec.vllm_api.verification_attention import refuse_if_inexact
 
 
 class MagicDecProposer(DraftRunner, DraftModelProposer):
@@ -53,7 +54,6 @@ class MagicDecProposer(DraftRunner, DraftModelProposer):
         super().__init__(vllm_config=vllm_config, device=device, runner=runner)
         cpu_sampling.patch()
         cpu_sampling.rewind_generators(runner)
-        cpu_attention.patch()
         if self.speculative_config.draft_lookup == "on":
             cpu_llvmlite.patch()
             report_finished(runner, lambda *finished: self._drafter.finish_request(*finished))
@@ -92,6 +92,7 @@ class MagicDecProposer(DraftRunner, DraftModelProposer):
         self, kv_cache_config: KVCacheConfig, kernel_block_sizes: list[int] | None = None
     ) -> None:
         """Create the drafter, once vLLM has laid out the KV cache."""
+        refuse_if_inexact(self.vllm_config, self.target_runner.attn_groups)
         self._lay_out(kv_cache_config, self._draft_attn_layer_names, self.target_runner.attn_groups)
         if self.speculative_config.draft_lookup == "on" or self._cache.is_own:
             # vLLM's runner drafts for no request when one nears the model's maximum length. A draft's own

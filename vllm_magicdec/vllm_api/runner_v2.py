@@ -29,7 +29,7 @@ from vllm_magicdec.errors import METHOD
 from vllm_magicdec.lookup.history import History, Texts
 from vllm_magicdec.views.round import Batch, Pass, Queries, Sampled, TargetStep
 from vllm_magicdec.views.tensors import PAD_SLOT, on_device
-from vllm_magicdec.vllm_api import cpu_attention, cpu_llvmlite
+from vllm_magicdec.vllm_api import cpu_llvmlite
 from vllm_magicdec.vllm_api.attention_groups import find_weakest_graphs
 from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs, dummy_step, why_no_draft_graphs
 from vllm_magicdec.vllm_api.draft_runner import DraftRunner
@@ -57,8 +57,6 @@ class MagicDecSpeculator(DraftRunner, StandaloneARSpeculator):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState) -> None:
         super().__init__(vllm_config, device)
-        if device.type == "cpu":
-            cpu_attention.patch()
         spec = self.speculative_config
         if spec.draft_lookup == "on" and not spec.looks_up_on_device:
             cpu_llvmlite.patch()

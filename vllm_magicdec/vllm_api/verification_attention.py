@@ -8,10 +8,13 @@ graphs, and the trade-off was not measured.
 from collections.abc import Sequence
 from typing import Any
 
+from vllm import envs
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder, QueryLenSupport
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
@@ -45,17 +48,23 @@ def warn_if_slow(vllm_config: VllmConfig) -> None:
 
 
 def refuse_if_inexact(vllm_config: VllmConfig, target_groups: Sequence[Sequence[AttentionGroup]]) -> None:
-    """Raise MagicDecConfigError for backends that read the lengths of verifications on the host.
+    """Raise MagicDecConfigError for attention with which the target's output would be wrong.
 
     Some MLA backends treat several query tokens per request as a prompt's, whose lengths they read on the
-    host. Under asynchronous scheduling those are only upper bounds.
+    host. Under asynchronous scheduling those are only upper bounds. For CPUs see `_has_wrong_plan`.
     """
-    if not vllm_config.scheduler_config.async_scheduling:
-        return
+    is_async = vllm_config.scheduler_config.async_scheduling
     for group in (group for of_cache in target_groups for group in of_cache):
         builder = group.get_metadata_builder()
+        if isinstance(builder, CPUAttentionMetadataBuilder) and _has_wrong_plan(builder):
+            raise MagicDecConfigError(
+                f"{METHOD}: on CPUs, vLLM's attention is wrong in layers with learned sinks and a window "
+                "that share a KV cache group with others; leave out --disable-hybrid-kv-cache-manager and "
+                "KV connectors that disable that manager, or set VLLM_CPU_ATTN_SPLIT_KV=0"
+            )
         if (
-            isinstance(builder, MLACommonMetadataBuilder)
+            is_async
+            and isinstance(builder, MLACommonMetadataBuilder)
             and builder.query_len_support == QueryLenSupport.SINGLE_ONLY
         ):
             raise MagicDecConfigError(
@@ -63,3 +72,17 @@ def refuse_if_inexact(vllm_config: VllmConfig, target_groups: Sequence[Sequence[
                 "lengths that the host does not know under asynchronous scheduling; use "
                 "--attention-backend FLASHINFER_MLA or TRITON_MLA, or --no-async-scheduling"
             )
+
+
+def _has_wrong_plan(builder: CPUAttentionMetadataBuilder) -> bool:
+    """Return whether a layer's window differs from the one for which its attention is planned.
+
+    All layers of a group share one plan, which may split a request's keys between threads. A thread whose
+    keys lie outside a layer's window returns uninitialised values. The weight of these is zero, unless the
+    layer has learned sinks. The third patch in `patches/` makes a plan for each window.
+    """
+    if not envs.VLLM_CPU_ATTN_SPLIT_KV or not hasattr(builder, "_group_sliding_window"):
+        return False
+    layers = get_layers_from_vllm_config(builder.vllm_config, Attention, builder.layer_names).values()
+    impls = [layer.impl for layer in layers if isinstance(layer.impl, CPUAttentionBackendImpl)]
+    return any(impl.sinks is not None and impl.sliding_window != builder.window_size for impl in impls)
