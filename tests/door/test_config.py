@@ -225,7 +225,6 @@ REFUSED = [
     (AUTO, {"scheduler_cls": "some.Scheduler"}, "remove --scheduler-cls"),
     ({}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported"),
     ({}, {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "context parallelism"),
-    ({}, {"block_size": 48}, "--block-size 48 is no multiple of 32"),
     ({"num_speculative_tokens": 4}, ADAPTERS, "use num_speculative_tokens=3, --max-num-seqs 204, or"),
     ({**AUTO, "max_num_speculative_tokens": 6}, ADAPTERS, "use max_num_speculative_tokens=3, "),
     (AUTO, {**ADAPTERS, "max_num_seqs": 600}, "use --max-num-seqs 512, or --max-num-batched-tokens 1200"),

@@ -44,7 +44,7 @@ def test_draft_model_configuration(model_dir, draft):
         ({}, {"draft_kv_policy": "verify-topk"}, "use draft_kv_policy='streamingllm'"),
         ({}, {"parallel_drafting": True}, "magicdec does not take 'parallel_drafting'"),
         ({}, {"draft_kv_cache": "ring"}, "no longer supported; remove it: a draft model's KV cache"),
-        ({"vocab_size": 128}, {}, "has a vocab_size of 128 and the target one of 64"),
+        ({"vocab_size": 128}, {}, "vocab_size=64. Draft model vocab_size=128"),
         ({"max_position_embeddings": 2048}, {}, "reads at most 2048 tokens; use --max-model-len 2048"),
         ({"attention_chunk_size": 512}, {}, "draft models with local chunks"),
         ({"architectures": ["NoSuchForCausalLM"]}, {}, "NoSuchForCausalLM"),

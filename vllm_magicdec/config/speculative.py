@@ -117,18 +117,6 @@ class MagicDecSpeculativeConfig(MagicDecFields):
             except ValueError as error:
                 raise ValueError(f"model={self.model!r} is not trusted: {error}") from None
 
-    def verify_equal_vocab_size_if_draft_model(self) -> None:
-        """Replace vLLM's check by one that says what to do."""
-        if not self.has_draft_model or None in (self.target_model_config, self.draft_model_config):
-            return
-        targets, own = self.target_model_config.get_vocab_size(), self.draft_model_config.get_vocab_size()
-        if targets != own:
-            raise ValueError(
-                f"model={self.model!r} has a vocab_size of {own} and the target one of {targets} (padding "
-                "counts), and the probabilities of both are compared token by token; name a model of the "
-                "target's vocab_size"
-            )
-
     @property
     def spire(self) -> SpireSettings | None:
         """Settings of a SPIRe draft; None for other drafts."""

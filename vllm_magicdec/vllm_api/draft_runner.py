@@ -23,11 +23,7 @@ from vllm_magicdec.vllm_api.attention_groups import (
     refuse_small_buffers,
     refuse_split_pages,
 )
-from vllm_magicdec.vllm_api.kv_cache import (
-    layer_groups,
-    log_draft_memory,
-    refuse_draft_without_whole_context,
-)
+from vllm_magicdec.vllm_api.kv_cache import layer_groups, refuse_draft_without_whole_context
 from vllm_magicdec.vllm_api.spire_cache import SpireCache, TargetActivations
 
 _Class = TypeVar("_Class")
@@ -122,7 +118,6 @@ class ModelDraft(DraftRunner):
     def _make_cache(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> Cache:
         refuse_draft_without_whole_context(groups)
         refuse_small_buffers(self._attention_groups)
-        log_draft_memory(kv_cache_config, groups)
         return ModelCache(
             cast(Target, self),
             groups,
@@ -162,7 +157,6 @@ class SpireDraft(DraftRunner):
     @override
     def _make_cache(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> Cache:
         self._cache.lay_out(groups)
-        log_draft_memory(kv_cache_config, groups)
         return self._cache
 
 

@@ -12,7 +12,6 @@ from typing import Any
 from vllm.config import ModelConfig, VllmConfig
 from vllm.logger import init_logger
 from vllm.tokenizers import cached_tokenizer_from_config, get_tokenizer
-from vllm.utils.math_utils import round_up
 
 from vllm_magicdec.adaptive.profiles import check_profile
 from vllm_magicdec.config import AdaptiveConfig, MagicDecSpeculativeConfig, VllmMethodConfig
@@ -34,7 +33,6 @@ logger = init_logger(f"vllm.{__name__}")
 _MAX_TOKENS_WITH_LOOKUPS = 16
 # Methods of which vLLM's V2 runner makes all drafts, however many are chosen.
 _FIXED_ON_V2 = ("draft_model", "ngram", "dflash")
-_CPU_PAGE = 32  # tokens; pages of vLLM's attention on CPUs are multiples of it
 
 
 def host_lacks_latest_tokens(vllm_config: VllmConfig) -> bool:
@@ -59,8 +57,6 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
             )
         if vllm_config.model_config.use_mla:
             self._check_mla(vllm_config)
-        else:
-            self._check_block_size(vllm_config)
         if self.has_draft_model:
             self._check_draft_model(vllm_config)
         if self.draft_weights != "target":
@@ -166,17 +162,6 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
             raise MagicDecConfigError(
                 f"{METHOD}: draft_kv_policy={self.draft_kv_policy!r} reads keys of KV heads, and MLA "
                 "models cache one latent vector per token instead; use draft_kv_policy='streamingllm'"
-            )
-
-    def _check_block_size(self, vllm_config: VllmConfig) -> None:
-        """Refuse pages that vLLM's attention on CPUs refuses when the worker has loaded the weights."""
-        cache, size = vllm_config.cache_config, vllm_config.cache_config.block_size
-        # Since vLLM 0.33 its own choice is made after this.
-        is_cpu = vllm_config.device_config.device_type == "cpu"
-        if is_cpu and cache.user_specified_block_size and size % _CPU_PAGE:
-            raise MagicDecConfigError(
-                f"{self.name}: --block-size {size} is no multiple of {_CPU_PAGE} tokens, which vLLM's "
-                f"attention on CPUs requires; use --block-size {round_up(size, _CPU_PAGE)}"
             )
 
     def _check_output_quantisation(self, vllm_config: VllmConfig) -> None:

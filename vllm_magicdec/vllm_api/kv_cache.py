@@ -52,24 +52,6 @@ def refuse_draft_without_whole_context(groups: Sequence[LayerGroup]) -> None:
         )
 
 
-def log_draft_memory(kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> None:
-    """Log the share of the KV cache that a draft model's layers take, if all layers are in one group."""
-    if len(kv_cache_config.kv_cache_groups) != 1:
-        return
-    (cache,) = kv_cache_config.kv_cache_groups
-    all_bytes = _block_bytes(cache)
-    own_bytes = sum(len(group.layer_names) * group.cache.page_size_bytes for group in groups)
-    num_tokens = kv_cache_config.num_blocks * groups[0].cache.block_size
-    logger.info_once(
-        "%s: the draft model's layers take %.0f %% of the KV cache, which has room for %s tokens of both "
-        "models; it would have for %s of the target alone.",
-        MODEL_METHOD,
-        100 * own_bytes / all_bytes,
-        f"{num_tokens:,}",
-        f"{int(num_tokens * all_bytes / (all_bytes - own_bytes)):,}",
-    )
-
-
 def leave_memory_for_drafting(
     vllm_config: VllmConfig, kv_cache_specs: Mapping[str, KVCacheSpec], available: int
 ) -> int:
