@@ -18,7 +18,7 @@ def served_dtype() -> str:
     """Return the dtype for this machine: float32 where bfloat16 products are slow."""
     import torch
 
-    from vllm_magicdec.vllm_api.cpu_products import multiplies_many_at_once
+    from vllm_magicdec.machine import multiplies_many_at_once
 
     is_fast = torch.cuda.is_available() or multiplies_many_at_once(torch.bfloat16)
     return "bfloat16" if is_fast else "float32"

@@ -21,9 +21,9 @@ from vllm_magicdec.config.given import name_of, selects_magicdec
 from vllm_magicdec.errors import METHOD, MODEL_METHOD, MagicDecConfigError
 from vllm_magicdec.lookup import datastore_files
 from vllm_magicdec.lookup.datastore_files import Vocabulary
+from vllm_magicdec.machine import multiplies_many_at_once
 from vllm_magicdec.policies.base import PagePolicy
 from vllm_magicdec.policies.sinks_and_window import SinksAndWindow
-from vllm_magicdec.vllm_api.cpu_products import why_products_are_slow
 from vllm_magicdec.vllm_api.draft_weights import check_draft_weights
 from vllm_magicdec.vllm_api.graph_sizes import capture_every_length, captures_by_length, find_missing_graphs
 
@@ -90,8 +90,15 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         if not self.enable_adaptive_verification:  # its graphs serve every length
             for sentence in find_missing_graphs(vllm_config):
                 logger.info_once("%s: %s", METHOD, sentence)
-        if (reason := why_products_are_slow(vllm_config)) is not None:
-            logger.warning_once("%s: %s.", METHOD, reason)
+        model, is_cpu = vllm_config.model_config, vllm_config.device_config.device_type == "cpu"
+        if is_cpu and model.quantization is None and not multiplies_many_at_once(model.dtype):
+            logger.warning_once(
+                "%s: this CPU has no instructions for %s, so vLLM multiplies dense weights token by token "
+                "and verifying several tokens costs as many plain steps; --dtype float32 is several times "
+                "faster at that and at prompts, for twice the memory of weights and KV cache.",
+                METHOD,
+                str(model.dtype).removeprefix("torch."),
+            )
 
     def _check_draft_model(self, vllm_config: VllmConfig) -> None:
         instead = f"draft with the target itself ({METHOD})"
