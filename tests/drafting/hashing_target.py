@@ -30,11 +30,11 @@ class Target:
     """Layers by pages, in a window, by pages of each layer, by tokens; `cache` has each group's by slot."""
 
     def __init__(
-        self, cache: list[dict[int, int]], max_pass_tokens: int = 10**6, reads_ahead: bool = True
+        self, cache: list[dict[int, int]], max_num_tokens: int = 10**6, reads_ahead: bool = True
     ) -> None:
         self.cache = cache
         self.reads_ahead = reads_ahead
-        self.max_pass_tokens = max_pass_tokens
+        self.max_num_tokens = max_num_tokens
         self.pass_lens: list[list[int]] = []
         self.written: list[set[int]] = [set() for _ in cache]
         self.unchecked: dict[int, tuple[int, list[int]]] = {}
@@ -45,7 +45,7 @@ class Target:
 
     def run(self, draft_pass: Pass) -> Sampled:
         tokens, lens = draft_pass.tokens, draft_pass.queries.lens.tolist()
-        assert tokens.dtype == torch.int32 and len(tokens) <= self.max_pass_tokens
+        assert tokens.dtype == torch.int32 and len(tokens) <= self.max_num_tokens
         self.pass_lens.append(lens)
         drawn = self._run(tokens, draft_pass.parts, lens)
         return Sampled(drawn, torch.full((len(drawn),), 0.7) if draft_pass.is_weighed else None)

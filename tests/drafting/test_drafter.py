@@ -34,7 +34,7 @@ class Target:
     is_broken = False
     num_tries = 0
 
-    max_pass_tokens, reads_ahead = 64, True
+    max_num_tokens, reads_ahead = 64, True
 
     def run(self, draft_pass):
         self.num_tries += draft_pass.queries.first_sampled == 0

@@ -78,9 +78,9 @@ class KnownDrafts(RandomLookups):
 
 
 def make_staged(
-    drawn: Round, lookups, reads_ahead=True, max_pass_tokens=10**6, **others
+    drawn: Round, lookups, reads_ahead=True, max_num_tokens=10**6, **others
 ) -> tuple[StagedDrafts, Target]:
-    target = Target([dict(cache) for cache in drawn.cache], max_pass_tokens, reads_ahead)
+    target = Target([dict(cache) for cache in drawn.cache], max_num_tokens, reads_ahead)
     sizes = {"max_num_reqs": len(drawn.tables), "max_drafts": drawn.num_steps}
     sizes["max_model_len"] = drawn.model_len
     return StagedDrafts(target, lookups, LookupCounters(Counts()), **sizes, **others), target
@@ -104,15 +104,15 @@ def all_drafts(drawn: Round, lookups, *options) -> tuple[DraftLists, Target, dic
 @settings(max_examples=200, deadline=None)
 @given(rounds(), st.integers(0, 100), st.sampled_from([4, 6, 10**6]), st.booleans())
 def test_the_drafts_are_those_of_one_pass_per_token_whatever_was_looked_up(
-    drawn, seed, max_pass_tokens, reads_ahead
+    drawn, seed, max_num_tokens, reads_ahead
 ):
     expected = drawn.one_by_one()
     lookups = RandomLookups(seed)
-    drafts, target, counted = all_drafts(drawn, lookups, reads_ahead, max_pass_tokens)
+    drafts, target, counted = all_drafts(drawn, lookups, reads_ahead, max_num_tokens)
     assert drafts == expected
     assert counted["tokens"] == (lookups.num_tokens if reads_ahead else 0)
     assert reads_ahead or {number for lens in target.pass_lens for number in lens} <= {1}
-    assert max(map(sum, target.pass_lens), default=0) <= max_pass_tokens
+    assert max(map(sum, target.pass_lens), default=0) <= max_num_tokens
     # A token that was looked up and stood spares a pass of its request.
     assert sum(map(len, target.pass_lens)) == sum(drawn.wanted) - counted["accepted_tokens"]
     assert_only_lookahead_was_written(drawn, target)

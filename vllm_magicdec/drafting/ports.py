@@ -15,7 +15,7 @@ class Target(Protocol):
     """A vLLM model runner; `vllm_api/runner_v1.py` and `runner_v2.py` implement it."""
 
     @property
-    def max_pass_tokens(self) -> int:
+    def max_num_tokens(self) -> int:
         """Maximum query tokens of a pass; at least the maximum number of requests in a batch."""
 
     @property

@@ -310,7 +310,7 @@ class StagedDrafts:
         self, req_ids: Sequence[str], drafted: Sequence[Sequence[int]], most: Sequence[int]
     ) -> list[Continuation]:
         """Look up at most `most` tokens after each request's drafts, within the size of a pass."""
-        room = self._target.max_pass_tokens - self._queries_per_request * len(req_ids)
+        room = self._target.max_num_tokens - self._queries_per_request * len(req_ids)
         found = list[Continuation]()
         for req_id, own, limit in zip(req_ids, drafted, most, strict=True):
             ahead, number = Continuation(), min(limit, room)

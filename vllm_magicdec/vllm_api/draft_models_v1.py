@@ -43,10 +43,6 @@ class QuantisedProposer(LoadedProposer):
         self._copy = QuantisedCopy(target_model, self.vllm_config, weights, self.device)
         self.model = self._copy.model
 
-    @override
-    def update_weights(self) -> None:
-        self._copy.update()
-
 
 class ModelProposer(ModelDraft, LoadedProposer):
     """A proposer with a draft model."""

@@ -40,10 +40,6 @@ class QuantisedSpeculator(LoadedSpeculator):
         self._copy = QuantisedCopy(target_model, self.vllm_config, weights, self.device)
         return self._copy.model
 
-    @override
-    def update_weights(self) -> None:
-        self._copy.update()
-
 
 class ModelSpeculator(ModelDraft, LoadedSpeculator):
     """A speculator with a draft model."""

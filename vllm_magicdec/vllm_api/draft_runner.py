@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What drafts have in common on vLLM's two model runners."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn as nn
 from typing_extensions import override
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.utils import AttentionGroup
 
@@ -23,6 +25,7 @@ from vllm_magicdec.vllm_api.attention_groups import (
     refuse_small_buffers,
     refuse_split_pages,
 )
+from vllm_magicdec.vllm_api.draft_weights import QuantisedCopy
 from vllm_magicdec.vllm_api.kv_cache import layer_groups, refuse_draft_without_whole_context
 from vllm_magicdec.vllm_api.spire_cache import SpireCache, TargetActivations
 
@@ -42,6 +45,7 @@ class DraftRunner:
     """Whether a pass may take several unverified tokens of a request."""
     adapters: Adapters | None = None
     """LoRA adapters, which apply to the target only."""
+    _copy: QuantisedCopy | None = None  # of the target, which drafts in its place
     _drafter: Drafter  # created when vLLM has laid out the KV cache
 
     @property
@@ -49,13 +53,10 @@ class DraftRunner:
         """This worker's counts since they were last sent."""
         return self._drafter.counts
 
-    @property
-    def max_pass_tokens(self) -> int:
-        """Maximum number of query tokens in a pass."""
-        return self.max_num_tokens
-
     def update_weights(self) -> None:
         """Follow an update of the target's weights, for drafts that copy them."""
+        if self._copy is not None:
+            self._copy.update()
 
     def _note_step(
         self,
@@ -95,13 +96,13 @@ class DraftRunner:
         self._attention_groups = [
             attention_groups_of(group, builders, self.vllm_config, self.device) for group in groups
         ]
-        self._cache = self._make_cache(kv_cache_config, groups)
+        self._cache = self._make_cache(groups)
         target = cast(Target, self)
         self._drafter = Drafter(target, self.vllm_config, groups, kv_cache_config, self.device, self._cache)
         if self._drafter.has_pages:
             refuse_split_pages(self._attention_groups, are_of_layers=self._drafter.has_layer_pages)
 
-    def _make_cache(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> Cache:
+    def _make_cache(self, groups: Sequence[LayerGroup]) -> Cache:
         """Return the KV cache that the draft reads, once vLLM has allocated it."""
         return Cache()
 
@@ -115,7 +116,7 @@ class ModelDraft(DraftRunner):
     """A draft model that computes the K/V of all tokens itself (`drafting/model_cache.py`)."""
 
     @override
-    def _make_cache(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> Cache:
+    def _make_cache(self, groups: Sequence[LayerGroup]) -> Cache:
         refuse_draft_without_whole_context(groups)
         refuse_small_buffers(self._attention_groups)
         return ModelCache(
@@ -155,9 +156,24 @@ class SpireDraft(DraftRunner):
         self._cache.note_step(TargetActivations(tokens, positions, activations, slots))
 
     @override
-    def _make_cache(self, kv_cache_config: KVCacheConfig, groups: Sequence[LayerGroup]) -> Cache:
+    def _make_cache(self, groups: Sequence[LayerGroup]) -> Cache:
         self._cache.lay_out(groups)
         return self._cache
+
+
+@contextmanager
+def without_kv_connector() -> Iterator[None]:
+    """Hide a draft pass from the KV connector (`--kv-transfer-config`, `--kv-offloading-size`).
+
+    Once per step, vLLM's attention layers let the connector wait for and save the K/V of verified tokens.
+    In a draft pass they would save again, or the connector would count too many layers.
+    """
+    # As vLLM does for its own dummy passes (`ActiveKVConnector.set_disabled`).
+    connector, kv_transfer_state._KV_CONNECTOR_AGENT = kv_transfer_state._KV_CONNECTOR_AGENT, None
+    try:
+        yield
+    finally:
+        kv_transfer_state._KV_CONNECTOR_AGENT = connector
 
 
 def choose_class(

@@ -28,14 +28,13 @@ from vllm_magicdec.lookup.history import History
 from vllm_magicdec.views.round import Batch, PageView, Pass, Queries, Sampled, TargetStep
 from vllm_magicdec.views.tensors import PAD_SLOT
 from vllm_magicdec.vllm_api import cpu_llvmlite, cpu_sampling
-from vllm_magicdec.vllm_api.draft_runner import DraftRunner
+from vllm_magicdec.vllm_api.draft_runner import DraftRunner, without_kv_connector
 from vllm_magicdec.vllm_api.embeddings import (
     blank_embedded_prompts,
     embed,
     refuse_more_inputs,
     takes_embeddings,
 )
-from vllm_magicdec.vllm_api.kv_transfer import without_kv_connector
 from vllm_magicdec.vllm_api.rope import positions_on_host
 from vllm_magicdec.vllm_api.runner_wrappers import bypass_rejection_sampler, report_finished
 from vllm_magicdec.vllm_api.verification_attention import refuse_if_inexact

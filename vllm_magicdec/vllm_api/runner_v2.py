@@ -32,9 +32,8 @@ from vllm_magicdec.views.tensors import PAD_SLOT, on_device
 from vllm_magicdec.vllm_api import cpu_llvmlite
 from vllm_magicdec.vllm_api.attention_groups import find_weakest_graphs
 from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs, dummy_step, why_no_draft_graphs
-from vllm_magicdec.vllm_api.draft_runner import DraftRunner
+from vllm_magicdec.vllm_api.draft_runner import DraftRunner, without_kv_connector
 from vllm_magicdec.vllm_api.embeddings import embed, refuse_more_inputs, takes_embeddings
-from vllm_magicdec.vllm_api.kv_transfer import without_kv_connector
 from vllm_magicdec.vllm_api.page_metadata_v2 import PageMetadata
 from vllm_magicdec.vllm_api.rope import positions_on_device
 from vllm_magicdec.vllm_api.runner_wrappers import report_removed
