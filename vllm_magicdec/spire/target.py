@@ -36,12 +36,13 @@ class Target:
         self.model = loaded.to(device).eval().requires_grad_(False)
 
     @torch.no_grad()
-    def run(self, tokens: Tensor, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def run(self, tokens: Tensor, layers: tuple[int, ...], cache: Any = None) -> tuple[Tensor, Tensor]:
         """Compute the residual stream and the logits of sequences.
 
         Args:
             tokens: `[batch, length]` int64.
             layers: numbers of blocks after which to take the residual stream.
+            cache: transformers' cache of the tokens before, which is extended.
 
         Returns:
             Activations `[batch, length, len(layers), hidden_size]`, logits `[batch, length, vocab_size]`.
@@ -61,7 +62,7 @@ class Target:
             modules[layer].register_forward_pre_hook(take(layer), with_kwargs=True) for layer in layers
         ]
         try:
-            logits = self.model(tokens, use_cache=False).logits
+            logits = self.model(tokens, past_key_values=cache, use_cache=cache is not None).logits
         finally:
             for hook in hooks:
                 hook.remove()
