@@ -61,6 +61,9 @@ _NAMES = {
         .get_grammar_bitmask(scheduler_output) .update_draft_token_ids(draft_token_ids)
     """,
     "vllm.v1.engine.core": "EngineCore.scheduler",
+    "vllm.v1.attention.backends.cpu_attn": """
+        CPUAttentionMetadataBuilder .window_size .layer_names CPUAttentionBackendImpl .sinks .sliding_window
+    """,
     "vllm.v1.kv_cache_interface": """
         FullAttentionSpec(block_size, num_kv_heads, head_size, dtype) AttentionSpec.page_size_bytes
         SlidingWindowSpec(sliding_window) UniformTypeKVCacheSpecs(kv_cache_specs)

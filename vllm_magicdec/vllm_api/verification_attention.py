@@ -78,8 +78,8 @@ def _has_wrong_plan(builder: CPUAttentionMetadataBuilder) -> bool:
     """Return whether a layer's window differs from the one for which its attention is planned.
 
     All layers of a group share one plan, which may split a request's keys between threads. A thread whose
-    keys lie outside a layer's window returns uninitialised values. The weight of these is zero, unless the
-    layer has learned sinks. The third patch in `patches/` makes a plan for each window.
+    keys lie outside a layer's window returns leftover values. Their weight is zero, so finite ones do not
+    matter, unless the layer has learned sinks. The third patch in `patches/` makes a plan for each window.
     """
     if not envs.VLLM_CPU_ATTN_SPLIT_KV or not hasattr(builder, "_group_sliding_window"):
         return False
