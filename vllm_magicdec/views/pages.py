@@ -126,7 +126,7 @@ class ChoosesPages(ABC):
         """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class PageRound:
     """A round in the layers of a page view (`views.round.RoundView`).
 

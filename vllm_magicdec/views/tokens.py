@@ -96,7 +96,7 @@ def recent_tokens(room: int, window: int, recent: float, *, budget: int) -> int:
     return max(window, min(int(target), room - 1))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class TokenRound:
     """A round in the layers of a token view (`views.round.RoundView`).
 
