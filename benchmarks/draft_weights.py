@@ -140,15 +140,6 @@ def summarise(turns: dict[str, list[Decoding]]) -> dict[str, dict[str, Any]]:
     }
 
 
-def start(
-    settings: dict[str, Any], chosen: dict[str, dict[str, Any] | None], stack: ExitStack
-) -> dict[str, Any]:
-    """Start an engine per contender; they end with the stack."""
-    if torch.cuda.is_available():
-        settings = {**settings, "gpu_memory_utilization": 0.9 / len(chosen)}
-    return {name: stack.enter_context(engine(settings, spec)) for name, spec in chosen.items()}
-
-
 def run(args: argparse.Namespace, model: str) -> None:
     chosen = contenders(args.drafts_by, args.gamma, args.budget)
     cells = {text: Cell.parse(text) for text in args.cells}
@@ -160,11 +151,12 @@ def run(args: argparse.Namespace, model: str) -> None:
         enforce_eager=not args.compile,
         # Each engine has its own KV cache, in which a document's questions share its pages.
         num_gpu_blocks_override=max(cell.num_pages(args.tokens) for cell in cells.values()),
+        **({"gpu_memory_utilization": 0.9 / len(chosen)} if torch.cuda.is_available() else {}),
     )
     record = engine_record("draft_weights", args.model, settings, options=settings_of(args, "parts"))
     record |= {"cells": list(cells), "contenders": chosen, "results": {}}
     with ExitStack() as stack:
-        engines = start(settings, chosen, stack)
+        engines = {name: stack.enter_context(engine(settings, spec)) for name, spec in chosen.items()}
         tokenizer = engines[PLAIN].get_tokenizer()
         turn = Turn()
         for text, cell in cells.items():
