@@ -219,16 +219,18 @@ def title_of(record: Mapping[str, Any]) -> str:
     return f"{engine['model']}, {engine['dtype']}, auto (at most {max(FIXED)} drafts), {drafter}"
 
 
-def table_of(record: Mapping[str, Any]) -> Table:
-    """A record's cells."""
-    cells = cells_of(record)
-    fixed = (f"gamma {name}" for name in cells[0].fixed)
+def table_of(*records: Mapping[str, Any]) -> Table:
+    """The cells of records with the same fixed numbers of drafts."""
+    cells = [
+        (record["speculative_config"]["method"], cell) for record in records for cell in cells_of(record)
+    ]
+    fixed = (f"gamma {name}" for name in cells[0][1].fixed)
     others = ("auto", "drafts", "of plain", "of the best", "90 % interval")
-    title = f"tokens per second: {title_of(record)}"
-    table = make_table(title, ("batch", "context", "plain", *fixed, *others))
-    for cell in cells:
+    title = f"tokens per second: {title_of(records[0])}"
+    table = make_table(title, ("batch", "context", "plain", *fixed, *others), ["method"])
+    for method, cell in cells:
         table.add_row(
-            *(str(cell.batch), f"{cell.context:,}", f"{cell.plain:.0f}"),
+            *(method, str(cell.batch), f"{cell.context:,}", f"{cell.plain:.0f}"),
             *(f"{speed:.0f}" for speed in cell.fixed.values()),
             *(f"{cell.auto:.0f}", f"{cell.mean_drafts:.1f}"),
             *(f"{cell.auto / cell.plain:.2f}", f"{cell.of_best:.3f}"),
