@@ -62,7 +62,7 @@ _NAMES = {
     """,
     "vllm.v1.engine.core": "EngineCore.scheduler",
     "vllm.v1.attention.backends.cpu_attn": """
-        CPUAttentionMetadataBuilder .window_size .layer_names CPUAttentionBackendImpl .sinks .sliding_window
+        CPUAttentionMetadataBuilder.layer_names CPUAttentionBackendImpl .sinks .sliding_window
     """,
     "vllm.v1.kv_cache_interface": """
         FullAttentionSpec(block_size, num_kv_heads, head_size, dtype) AttentionSpec.page_size_bytes
