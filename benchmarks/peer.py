@@ -61,7 +61,6 @@ def settings_for(args: argparse.Namespace, context: int) -> dict[str, Any]:
         block_size=None if on_gpu else PAGE,
         enforce_eager=not on_gpu,
         hf_overrides=YARN if model_len > TRAINED_LEN else {},
-        load_format=args.load_format,
     )
 
 
@@ -131,7 +130,6 @@ def main() -> None:
     add_model(parser, default="Qwen/Qwen3-8B")
     parser.add_argument("--context", type=int, nargs="+", default=list(VEGAS), help="tokens")
     parser.add_argument("--requests", type=int, default=128, help="at most")
-    parser.add_argument("--load-format", default="auto", help="dummy: random weights, for times alone")
     parser.add_argument("--budget-share", type=float, default=0.06, help="of the context")
     parser.add_argument("--tokens", type=int, default=256, help="generated per request and turn")
     parser.add_argument("--turns", type=int, default=3, help="per engine, after one that warms up")
