@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft model's cache where the host knows bounds, simulated; engine/test_own_caches.py has real ones."""
+"""A draft model's cache in a simulated engine; engine/test_own_caches.py has real ones."""
 
 import random
 from dataclasses import dataclass, field
@@ -41,15 +41,21 @@ class Request:
 class ImaginedEngine:
     """A simulated runner with a draft model; its cache maps slots to token and position.
 
-    The host knows bounds of a step's result, as on the V2 runner; if `is_async`, not even the result of the
-    step before. `lookup` says which rounds begin with a wide pass.
+    The host knows a step's result, as on the V1 runner, or bounds of it, as on V2; if `is_async`, not even
+    the result of the step before. `lookup` says which rounds begin with a wide pass.
     """
 
     def __init__(
-        self, seed: int, *, is_async: bool = False, max_num_tokens: int = 24, lookup: str = "off"
+        self,
+        seed: int,
+        *,
+        is_v1: bool = False,
+        is_async: bool = False,
+        max_num_tokens: int = 24,
+        lookup: str = "off",
     ) -> None:
         self._rng = random.Random(seed)
-        self._is_async = is_async
+        self._is_v1, self._is_async = is_v1, is_async
         self._all_token_ids = torch.zeros(NUM_ROWS, MODEL_LEN, dtype=torch.int32)
         self._table = 1 + torch.arange(NUM_ROWS * PAGES_OF_ROW, dtype=torch.int32).view(NUM_ROWS, -1)
         self._cache: dict[int, tuple[int, int]] = {}
@@ -58,20 +64,20 @@ class ImaginedEngine:
         self._max_num_tokens = max_num_tokens
         sizes = {"max_num_reqs": NUM_ROWS, "max_num_tokens": max_num_tokens, "max_model_len": MODEL_LEN}
         groups = [LayerGroup(("draft",), 0, SPEC, None)]
-        self.draft = ModelCache(self, groups, knows_accepted=False, **sizes)
+        self.draft = ModelCache(self, groups, knows_accepted=is_v1, **sizes)
         self._lookup = lookup
         self.requests = [self._arriving(row) for row in range(NUM_ROWS)]
 
     def _arriving(self, row: int) -> Request:
-        self._lose_cache(row)
+        self._lose_pages(row)
         length = self._rng.randint(1, 30)
         tokens = [self._rng.randrange(1000) for _ in range(length)]
         self._all_token_ids[row, :length] = torch.tensor(tokens)
         name = f"{row} {self._rng.random()}"
         return Request(name, row, length, tokens, prefill_len=length)
 
-    def _lose_cache(self, row: int) -> None:
-        pages = self._table[row].tolist()
+    def _lose_pages(self, row: int, first: int = 0) -> None:
+        pages = self._table[row, first:].tolist()
         self._cache = {slot: held for slot, held in self._cache.items() if slot // PAGE not in pages}
 
     def _slot(self, request: Request, position: int) -> int:
@@ -130,9 +136,10 @@ class ImaginedEngine:
     def step(self, num_steps: int, batch_size: int = NUM_ROWS) -> None:
         """The target's step of some requests, then a round of so many drafts."""
         batch = self._rng.sample(self.requests, batch_size)
-        befores, taken, given, rejected = [], [], [], []
+        befores, heard, taken, given, rejected = [], [], [], [], []
         for request in batch:
             befores.append(request.computed)
+            heard.append(len(request.tokens))
             if request.is_prefilling:
                 number = self._rng.randint(1, request.prefill_len - request.computed)
                 given.append(0)
@@ -152,9 +159,7 @@ class ImaginedEngine:
                 rejected.append(len(drafts) - accepted)
             taken.append(number)
             request.drafts = []
-        self._draft(
-            batch, np.array(befores), np.array(taken), np.array(given), np.array(rejected), num_steps
-        )
+        self._draft(batch, *map(np.array, (befores, heard, taken, given, rejected)), num_steps)
         for request, unheard in zip(batch, rejected, strict=True):
             request.unknown = unheard if self._is_async else 0
         for request in batch:
@@ -163,6 +168,7 @@ class ImaginedEngine:
             elif self._rng.random() < 0.05:  # preempted: what is cached are whole pages
                 request.computed = min(request.computed, len(request.tokens) - 1) // PAGE * PAGE
                 request.prefill_len, request.drafts, request.unknown = len(request.tokens), [], 0
+                self._lose_pages(request.row, request.computed // PAGE)
 
     def _append(self, request: Request, token: int) -> None:
         self._all_token_ids[request.row, len(request.tokens)] = token
@@ -171,12 +177,16 @@ class ImaginedEngine:
     def _sample(self, request: Request) -> None:
         self._append(request, self._rng.randrange(1000))
 
-    def _draft(self, requests, befores, taken, given, rejected, num_steps) -> None:
+    def _draft(self, requests, befores, heard, taken, given, rejected, num_steps) -> None:
         rows = self._rows = torch.tensor([request.row for request in requests])
-        # As if all drafts had been accepted.
-        known = befores + np.array([request.unknown for request in requests]) + taken
         prefill_lens = np.array([request.prefill_len for request in requests])
         lens = torch.from_numpy(befores + taken - rejected)
+        if self._is_v1:
+            known, num_tokens, num_unsure = lens.numpy(), taken - rejected, np.zeros_like(given)
+            has_prompt = heard > befores + 1
+        else:  # as if all drafts had been accepted
+            known = befores + np.array([request.unknown for request in requests]) + taken
+            num_tokens, num_unsure, has_prompt = taken, given, befores < prefill_lens
         batch = Batch(
             req_ids=[request.name for request in requests],
             tokens=torch.tensor([request.tokens[-1] for request in requests], dtype=torch.int32),
@@ -188,9 +198,9 @@ class ImaginedEngine:
             is_first=known == prefill_lens,
             step=TargetStep(
                 ends=known,
-                num_tokens=taken,
-                num_unsure=given,
-                has_prompt=befores < prefill_lens,
+                num_tokens=num_tokens,
+                num_unsure=num_unsure,
+                has_prompt=has_prompt,
                 seq_lens=torch.from_numpy(befores + taken),
                 query_starts=torch.from_numpy(np.concatenate([[0], taken.cumsum()])),
             ),
@@ -250,11 +260,11 @@ class ImaginedEngine:
 
 
 @pytest.mark.parametrize("lookup", ["off", "sometimes", "wide"])
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("runner", [{"is_v1": True}, {}, {"is_async": True}], ids=["V1", "V2", "V2 async"])
 @pytest.mark.parametrize("seed", range(3))
-def test_every_verified_token_is_cached_before_a_view_shows_it(seed, is_async, lookup):
+def test_every_verified_token_is_cached_before_a_view_shows_it(seed, runner, lookup):
     """Through chunks, rejections, plain steps, steps without some requests, preemption and new requests."""
-    engine = ImaginedEngine(seed, lookup=lookup, is_async=is_async)
+    engine = ImaginedEngine(seed, lookup=lookup, **runner)
     rng = random.Random(seed)
     for _ in range(60):
         # Often 0, so that plain steps follow on one another.

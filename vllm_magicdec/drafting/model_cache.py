@@ -80,11 +80,13 @@ class ModelCache(Cache):
         rows = self._rows = np.array([self._rows_of.row(req_id) for req_id in batch.req_ids])
         self._batch, self._step = batch, step
         # A preempted request resumes at the start of a page, with complete pages before.
-        goes_on = step.ends - step.num_tokens == self._ends[rows]
+        starts = step.ends - step.num_tokens
+        goes_on = starts == self._ends[rows]
         lacking = np.where(step.has_prompt & ~goes_on, 0, self._lacking[rows])
         # Whether all lacking tokens are of the target's step and not of a prompt.
         self._lacks_only_step = (lacking == 0) & ~step.has_prompt
-        decoded = np.maximum(self._min_lacking, lacking + step.num_tokens - self._written[rows])
+        written = self._written_at(starts, step.num_tokens, rows)
+        decoded = np.maximum(self._min_lacking, lacking + step.num_tokens - written)
         lacking = np.where(step.has_prompt, lacking + step.num_tokens, decoded)
         self._lacking[rows] = np.minimum(lacking, step.ends)
         # Lower bounds: the scheduler may not know the result of the previous step either.
@@ -107,9 +109,19 @@ class ModelCache(Cache):
         if any(req_id not in self._rows_of for req_id in req_ids):
             return False
         rows = [self._rows_of.row(req_id) for req_id in req_ids]
-        self._lacking[rows] = np.maximum(self._min_lacking, self._lacking[rows] + 1 - self._written[rows])
+        written = self._written_at(np.array(ends) - 1, 1, rows)
+        self._lacking[rows] = np.maximum(self._min_lacking, self._lacking[rows] + 1 - written)
         self._unsure[rows], self._written[rows], self._ends[rows] = 0, 0, ends
         return True
+
+    def _written_at(
+        self, starts: np.ndarray, num_tokens: np.ndarray | int, rows: Sequence[int] | np.ndarray
+    ) -> np.ndarray:
+        """Return how many tokens of a step the latest round's passes wrote, [num_reqs] int64."""
+        # A request that was preempted after the round has other pages. If the prefix cache has all of its
+        # tokens but the last, the only sign of it is a step of one token at the start of a page.
+        may_be_resumed = (starts % self._page_size == 0) & (num_tokens == 1)
+        return np.where(may_be_resumed, 0, self._written[rows])
 
     @override
     def catch_up(self, batch: Batch, num_steps: int, *, num_latest: int = 0, is_wide: bool = False) -> None:
