@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A round: draft gamma tokens over the views, with the target or a draft model.
 
-When the target drafts, its draft tokens write K/V into the request's lookahead slots; verification
-overwrites all of them, so no approximate K/V remains. Until then no view's length reaches the K/V of a
-rejected token. The KV cache of a draft model catches up with the verified tokens before each round.
+When the target drafts, its draft tokens write K/V into the request's lookahead slots. The target's own K/V
+overwrites it before a step of the target reads it, and no view's length reaches the K/V of a rejected token
+before a draft has overwritten it. The KV cache of a draft model catches up with the verified tokens before
+each round.
 """
 
 import os
@@ -163,9 +164,7 @@ class Drafter:
             f" by {granularity}" if granularity else "",
             str(budget),
             near_layers,
-            f"The draft model {self._spec.model} has its own KV cache"
-            if self._spec.has_draft_model
-            else "No weights were added",
+            self._describe_weights(),
             f"; {extra}" if extra else "",
         )
         if all(group.reach is not None for group in self.groups):
@@ -174,6 +173,13 @@ class Drafter:
                 "tokens within the budget, and draft_kv_policy has no effect.",
                 METHOD,
             )
+
+    def _describe_weights(self) -> str:
+        if self._spec.has_draft_model:
+            return f"The draft model {self._spec.model} has its own KV cache"
+        if self._spec.draft_weights != "target":
+            return f"It reads {self._spec.draft_weights} copies of the target's linear layers"
+        return "No weights were added"
 
     @property
     def switched_layers(self) -> Sequence[str]:
