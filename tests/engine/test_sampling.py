@@ -25,7 +25,7 @@ from vllm_magicdec.vllm_api.cpu_sampling import expand_batch_to_tokens
 NUM_SAMPLES = 12_000
 MIN_EXPECTED = 10  # rarer continuations are counted together
 # Twice in a row, because batches form as requests arrive. A correct build fails in 1 of a million
-# comparisons, so in 1 of 60,000 runs of all 16; with a GPU there are 28, and it is 1 of 35,000.
+# comparisons, so in 1 of 60,000 runs of all 16; with a GPU there are 27, and it is 1 of 35,000.
 P_VALUE = 0.001
 # On a CPU the V2 runner's kernels run in Triton's interpreter, which takes 0.12 s for a sample and does not
 # run top-p in vLLM's kernel.
@@ -167,6 +167,7 @@ FIXED = {
 EXTENDED = {
     "greedy drafts": Case(DRAFTS["greedy draft"]),
     "snapkv by token": Case(DRAFTS["snapkv by token"]),
+    "int4 weights": Case({**PROBABILISTIC, "draft_weights": "int4"}),
     "a draft model with lookups": Case({**PROBABILISTIC, "draft_lookup": "on"}, model="similar"),
     "SPIRe": Case(PROBABILISTIC, model="spire"),
     "cut drafts": looked_up("snapkv by token", "with_cut_drafts"),
