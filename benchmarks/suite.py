@@ -67,11 +67,18 @@ METHODS = (
     "magicdec-draft_model-auto",
     "magicdec-spire",
     "magicdec-spire-auto",
-    AGAIN,
 )
+VLLM_METHODS = ("ngram", "suffix", "draft_model")
 # vLLM's methods with the plugin's CPU attention kernel; not by default.
 NATIVE = "-native"
-NATIVE_METHODS = tuple(f"{method}{NATIVE}" for method in (PLAIN, "ngram", "suffix", "draft_model"))
+NATIVE_METHODS = tuple(f"{method}{NATIVE}" for method in (PLAIN, *VLLM_METHODS))
+# vLLM's methods with numbers of drafts of their own; not by default.
+NUMBERED_METHODS = {
+    f"{method}-{number}": {"method": method, "num_speculative_tokens": number}
+    for method in VLLM_METHODS
+    for number in (1, 2, 4, 8, "auto")
+}
+CHOICES = (*METHODS, *NATIVE_METHODS, *NUMBERED_METHODS, AGAIN)
 WARM_UP_TOKENS = 8  # per request, generated before the first clock starts
 QUICK = {
     "methods": [PLAIN, "magicdec-streamingllm"],
@@ -143,17 +150,21 @@ def speculations(
         "magicdec-spire-auto": {"method": "magicdec", "num_speculative_tokens": "auto", "model": spire},
         AGAIN: {},
     }
-    return of_methods | {method: of_methods[method.removesuffix(NATIVE)] for method in NATIVE_METHODS}
+    native = {method: of_methods[method.removesuffix(NATIVE)] for method in NATIVE_METHODS}
+    numbered = {name: of_methods[own["method"]] | own for name, own in NUMBERED_METHODS.items()}
+    return of_methods | native | numbered
 
 
 def environment_of(method: str) -> dict[str, str]:
     """Return the variables of a method's server, added to this process's."""
-    return {"VLLM_MAGICDEC_NATIVE_ATTENTION": "1"} if method in NATIVE_METHODS else {}
+    # A fault of the plugin must end the server instead of making it a plain one.
+    native = {"VLLM_MAGICDEC_NATIVE_ATTENTION": "1"} if method in NATIVE_METHODS else {}
+    return {"VLLM_MAGICDEC_STRICT": "1", **native}
 
 
 def why_skipped(method: str, draft_model: str | None, spire: str | None = None) -> str | None:
     """Return a sentence that explains why a method cannot run on this machine, or None."""
-    if method.removesuffix(NATIVE) == "suffix" and find_spec("arctic_inference") is None:
+    if method.partition("-")[0] == "suffix" and find_spec("arctic_inference") is None:
         return "arctic-inference is not installed; 'make bench' builds it if it finds a C++ compiler"
     if "draft_model" in method and draft_model is None:
         return "there is no draft model for this model; name one with --draft-model"
@@ -417,13 +428,13 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
     parser.add_argument(
         "--spire", help="folder of a trained draft, for magicdec-spire*; the shipped model has one"
     )
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=(*METHODS, *NATIVE_METHODS))
+    parser.add_argument("--methods", nargs="+", default=[*METHODS, AGAIN], choices=CHOICES)
     parser.add_argument("--context", type=int, nargs="+", default=[1000, 7000], help="tokens of prompt")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 8], help="requests in flight")
     parser.add_argument(
         "--rate-fractions",
         type=float,
-        nargs="+",
+        nargs="*",
         default=[0.4, 0.8, 1.2],
         help="request rates at the longest context, in units of what plain decoding could just serve",
     )
@@ -443,7 +454,7 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
     args, extra_options = parser.parse_known_args(arguments)
     if PLAIN not in args.methods:
         parser.error(f"--methods must name '{PLAIN}', which the others are compared with")
-    args.methods.sort(key=(*METHODS, *NATIVE_METHODS).index)
+    args.methods.sort(key=CHOICES.index)
     args.context.sort()
     args.concurrency.sort()
     if is_shipped(args.model):
