@@ -84,7 +84,7 @@ bench: venv  ## every speculative method of vLLM against magicdec, as servers (A
 	@"$(PYTHON)" .ci/setup_venv.py --suffix-decoding
 	@$(RUN) benchmarks/suite.py $(ARGS)
 
-results: venv  ## the results of every script, on this machine in one go (ARGS="--only ..." for some)
+results: venv  ## the results that all_results.py lists, on this machine in one go (ARGS="--only ..." for some)
 	@"$(PYTHON)" .ci/setup_venv.py --suffix-decoding
 	@$(RUN) benchmarks/all_results.py $(ARGS)
 
