@@ -101,6 +101,16 @@ class Queries:
         return int(self.lasts[0]) - self.first_sampled + 1
 
     @cached_property
+    def has_verified(self) -> bool:
+        """Whether some queries are verified tokens, after which nothing is sampled."""
+        return bool(self.firsts.min() < 0)
+
+    @cached_property
+    def max_len(self) -> int:
+        """Most queries of a request."""
+        return int(self.lens.max())
+
+    @cached_property
     def request_indices(self) -> np.ndarray:
         """[num_tokens] int64, the index in the batch of each query's request."""
         return self.requests.repeat(self.lens)
@@ -128,13 +138,13 @@ class Queries:
     @cached_property
     def table(self) -> np.ndarray:
         """[num_running, max_len] int64, query indices by request, padded with its last one."""
-        within = np.minimum(np.arange(self.lens.max()), self.lens[:, None] - 1)
+        within = np.minimum(np.arange(self.max_len), self.lens[:, None] - 1)
         return self.starts[:-1, None].astype(np.int64) + within
 
     @cached_property
     def cells(self) -> np.ndarray:
         """[num_tokens] int64, the flat index of each query in `table`."""
-        return np.arange(len(self.lens)).repeat(self.lens) * self.lens.max() + self._within
+        return np.arange(len(self.lens)).repeat(self.lens) * self.max_len + self._within
 
     @cached_property
     def _within(self) -> np.ndarray:

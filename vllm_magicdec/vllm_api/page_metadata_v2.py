@@ -81,7 +81,7 @@ class PageMetadata:
             positions=part.positions,
             query_start_loc_gpu=starts,
             query_start_loc_cpu=torch.from_numpy(queries.starts),
-            max_query_len=int(queries.lens.max()),
+            max_query_len=queries.max_len,
             seq_lens=view.lens,
             max_seq_len=view.max_len,
             for_cudagraph_capture=for_capture,

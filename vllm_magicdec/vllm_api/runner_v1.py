@@ -244,7 +244,7 @@ class MagicDecProposer(DraftRunner, DraftModelProposer):
         if self.adapters is not None:
             self.adapters.apply(rows)
         hidden_states = self._forward(draft_pass)
-        if queries.firsts.min() < 0:
+        if queries.has_verified:
             rows = rows[queries.sampled]
             hidden_states = hidden_states[queries.sampled]
         sampling = self._sampling
@@ -306,26 +306,16 @@ class MagicDecProposer(DraftRunner, DraftModelProposer):
         queries, positions = draft_pass.queries, draft_pass.positions
         if self.uses_mrope:  # positions of generated text differ from the index by a constant per request
             positions = positions + self._rope_offsets[queries.request_indices]
-        common = self._with_queries(queries)
+        of_queries = _query_fields(queries)
         attn_metadata: dict[str, Any] = {}
         for part, group, attention_groups in zip(
             draft_pass.parts, self._drafter.groups, self._attention_groups, strict=True
         ):
-            own = common.replace(slot_mapping=part.slots)
-            of_pages = partial(_page_metadata, own, attention_groups)
+            of_pass = {**of_queries, "slot_mapping": part.slots}
+            of_pages = partial(_page_metadata, self._common, of_pass, attention_groups)
             attn_metadata |= draft_metadata(part.view, group.layer_names, of_pages)
         slots = [part.slots for part in draft_pass.parts]
         return self.forward(draft_pass.tokens, positions, slots, attn_metadata)
-
-    def _with_queries(self, queries: Queries) -> CommonAttentionMetadata:
-        starts = torch.from_numpy(queries.starts)
-        return self._common.replace(
-            query_start_loc=starts,
-            query_start_loc_cpu=starts,
-            num_reqs=len(queries.lens),
-            num_actual_tokens=int(queries.starts[-1]),
-            max_query_len=int(queries.lens.max()),
-        )
 
     def forward(
         self,
@@ -366,8 +356,11 @@ class MagicDecProposer(DraftRunner, DraftModelProposer):
         rows, lens = queries.request_indices, known_lens[requests]
         positions = known_lens[rows] + queries.steps
         slots = torch.full((len(rows),), PAD_SLOT, dtype=torch.int64)
-        common = self._with_queries(queries).replace(
-            seq_lens=torch.from_numpy(lens).int(), max_seq_len=int(lens.max()), slot_mapping=slots
+        common = self._common.replace(
+            **_query_fields(queries),
+            seq_lens=torch.from_numpy(lens).int(),
+            max_seq_len=int(lens.max()),
+            slot_mapping=slots,
         )
         attn_metadata: dict[str, Any] = {}
         for table, attention_groups in zip(
@@ -389,11 +382,29 @@ class MagicDecProposer(DraftRunner, DraftModelProposer):
         )
 
 
+def _query_fields(queries: Queries) -> dict[str, Any]:
+    """Return the fields of vLLM's metadata that describe a pass's queries."""
+    starts = torch.from_numpy(queries.starts)
+    return {
+        "query_start_loc": starts,
+        "query_start_loc_cpu": starts,
+        "num_reqs": len(queries.lens),
+        "num_actual_tokens": int(queries.starts[-1]),
+        "max_query_len": queries.max_len,
+    }
+
+
 def _page_metadata(
-    common: CommonAttentionMetadata, groups: Sequence[AttentionGroup], view: PageView
+    common: CommonAttentionMetadata,
+    of_pass: Mapping[str, Any],
+    groups: Sequence[AttentionGroup],
+    view: PageView,
 ) -> dict[str, Any]:
     """Build attention metadata, by layer, for a pass over a view."""
-    own = common.replace(seq_lens=view.lens, max_seq_len=view.max_len, block_table_tensor=view.block_table)
+    # One call, because copying vLLM's class takes several microseconds.
+    own = common.replace(
+        **of_pass, seq_lens=view.lens, max_seq_len=view.max_len, block_table_tensor=view.block_table
+    )
     return _metadata_by_layer(own, groups)
 
 

@@ -418,7 +418,7 @@ class MagicDecSpeculator(DraftRunner, StandaloneARSpeculator):
         """
         queries, positions = draft_pass.queries, draft_pass.positions
         indices, steps = self._sources_of(queries)
-        if queries.firsts.min() < 0:
+        if queries.has_verified:
             taken = on_device(queries.sampled, self.device)
             hidden_states, positions = hidden_states[taken], positions[taken]
             indices, steps = indices[taken], steps[taken]
