@@ -142,6 +142,7 @@ def measure(weights: str, cells: Sequence[tuple[str, int]], args: argparse.Names
         "method": "magicdec-self",
         "num_speculative_tokens": args.gamma,
         "draft_weights": weights,
+        "draft_sample_method": args.draft_sample_method,
         **view_of(*cells[0], model_len),
     }
     settings = engine_settings(args.model, args.dtype, batch=args.requests, model_len=model_len)
@@ -292,6 +293,12 @@ def main() -> None:
     parser.add_argument("--budgets", type=int, nargs="+", default=[64, 128, 256, 512])
     parser.add_argument("--weights", nargs="+", default=["target"], help="values of draft_weights")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
+    parser.add_argument(
+        "--draft-sample-method",
+        default="greedy",
+        choices=("greedy", "probabilistic"),
+        help="how drafts are chosen at temperatures above 0 (default: %(default)s, vLLM's)",
+    )
     parser.add_argument("--gamma", type=int, default=8)
     parser.add_argument("--context", type=int, default=6000, help="tokens of a document's excerpt")
     parser.add_argument("--distances", type=int, nargs="+", default=[4000, 5000], help="of the asked fact")
