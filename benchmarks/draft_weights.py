@@ -149,6 +149,8 @@ def run(args: argparse.Namespace, model: str) -> None:
         batch=max(cell.requests for cell in cells.values()),
         model_len=max(cell.tokens for cell in cells.values()) + args.tokens + 256,
         enforce_eager=not args.compile,
+        # Only the workers are processes of their own: an engine's core would take as much as its model.
+        distributed_executor_backend="mp",
         # Each engine has its own KV cache, in which a document's questions share its pages.
         num_gpu_blocks_override=max(cell.num_pages(args.tokens) for cell in cells.values()),
         **({"gpu_memory_utilization": 0.9 / len(chosen)} if torch.cuda.is_available() else {}),
@@ -205,7 +207,9 @@ def main() -> None:
     add_out(parser)
     args = parser.parse_args()
     # The timers of parts are sent to the workers.
-    set_environment(kv_cache_gib=1, VLLM_ALLOW_INSECURE_SERIALIZATION="1")
+    set_environment(
+        kv_cache_gib=1, VLLM_ALLOW_INSECURE_SERIALIZATION="1", VLLM_ENABLE_V1_MULTIPROCESSING="0"
+    )
     with model_folder(args.model) as model:
         run(args, model)
 
