@@ -59,7 +59,7 @@ class ImaginedEngine:
         self._all_token_ids = torch.zeros(NUM_ROWS, MODEL_LEN, dtype=torch.int32)
         self._table = 1 + torch.arange(NUM_ROWS * PAGES_OF_ROW, dtype=torch.int32).view(NUM_ROWS, -1)
         self._cache: dict[int, tuple[int, int]] = {}
-        self.read_tokens = self.num_catch_ups = self.most_lacking = self.read_in_view = 0
+        self.read_tokens = self.num_catch_ups = self.most_lacking = self.read_in_view = self.num_skipped = 0
         self._draft_slots = make_slots(PAGE, NUM_ROWS, MAX_DRAFTS, MODEL_LEN)
         self._max_num_tokens = max_num_tokens
         sizes = {"max_num_reqs": NUM_ROWS, "max_num_tokens": max_num_tokens, "max_model_len": MODEL_LEN}
@@ -187,8 +187,14 @@ class ImaginedEngine:
         else:  # as if all drafts had been accepted
             known = befores + np.array([request.unknown for request in requests]) + taken
             num_tokens, num_unsure, has_prompt = taken, given, befores < prefill_lens
+        names = [request.name for request in requests]
+        may_skip = self._is_v1 and num_steps == 0 and not has_prompt.any() and (taken == 1).all()
+        if may_skip and self.draft.skip_plain_step(names, lens.tolist()):
+            self._assert_whole_pages(requests)
+            self.num_skipped += 1
+            return
         batch = Batch(
-            req_ids=[request.name for request in requests],
+            req_ids=names,
             tokens=torch.tensor([request.tokens[-1] for request in requests], dtype=torch.int32),
             block_tables=[self._table[rows]],
             context_lens=lens,
@@ -270,6 +276,7 @@ def test_every_verified_token_is_cached_before_a_view_shows_it(seed, runner, loo
         # Often 0, so that plain steps follow on one another.
         engine.step(rng.choice([0, 0, 0, 1, 2, MAX_DRAFTS]), batch_size=rng.choice([1, NUM_ROWS, NUM_ROWS]))
     assert engine.most_lacking > 1  # tokens of plain steps wait
+    assert (engine.num_skipped > 0) == (runner == {"is_v1": True})
     assert (engine.num_catch_ups > 0) == (lookup != "wide")
     assert (engine.read_in_view > 0) == (lookup != "off")
 

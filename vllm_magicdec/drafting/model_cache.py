@@ -79,10 +79,10 @@ class ModelCache(Cache):
             values[new] = 0
         rows = self._rows = np.array([self._rows_of.row(req_id) for req_id in batch.req_ids])
         self._batch, self._step = batch, step
-        # A preempted request resumes at the start of a page, with complete pages before.
         starts = step.ends - step.num_tokens
-        goes_on = starts == self._ends[rows]
-        lacking = np.where(step.has_prompt & ~goes_on, 0, self._lacking[rows])
+        # A preempted request resumes at the start of a page, with complete pages before.
+        is_resumed = (starts != self._ends[rows]) & (starts % self._page_size == 0)
+        lacking = np.where(step.has_prompt & is_resumed, 0, self._lacking[rows])
         # Whether all lacking tokens are of the target's step and not of a prompt.
         self._lacks_only_step = (lacking == 0) & ~step.has_prompt
         written = self._written_at(starts, step.num_tokens, rows)
