@@ -157,8 +157,8 @@ def speculations(
 
 def environment_of(method: str) -> dict[str, str]:
     """Return the variables of a method's server, added to this process's."""
-    # A fault of the plugin must end the server instead of making it a plain one.
     native = {"VLLM_MAGICDEC_NATIVE_ATTENTION": "1"} if method in NATIVE_METHODS else {}
+    # A fault of the plugin must end the server instead of making it a plain one.
     return {"VLLM_MAGICDEC_STRICT": "1", **native}
 
 
