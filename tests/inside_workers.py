@@ -16,6 +16,13 @@ def noted(worker: Any) -> Any:
     return worker.noted
 
 
+def measured_inputs(worker: Any) -> dict[str, list[float]]:
+    """Return the mean squares of the target's inputs that 4 bits are fitted to, by layer."""
+    copy = draft_of(worker)._copy
+    names = {module: name for name, module in copy._target.named_modules()}
+    return {names[layer]: squares.tolist() for layer, squares in copy._importance().items()}
+
+
 def latest_selection(worker: Any) -> dict[str, Any]:
     selections = draft_of(worker)._drafter._views[0]._selections
     row = selections.rows([list(selections._selected_at)[-1]])

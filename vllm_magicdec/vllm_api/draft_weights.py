@@ -31,6 +31,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm_magicdec.errors import METHOD, MagicDecConfigError
 from vllm_magicdec.native.library import UnreadableError, find_kernel
 from vllm_magicdec.native.quantised_linear import BITS, pack
+from vllm_magicdec.vllm_api.calibration import mean_squares_of_inputs
 
 _UNQUANTISED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 _ROWS_AT_ONCE = 256  # of the identity, to bound the memory of its products
@@ -111,6 +112,7 @@ class QuantisedCopy:
     def __init__(
         self, target: nn.Module, vllm_config: VllmConfig, weights: str, device: torch.device
     ) -> None:
+        self._target, self._vllm_config, self._weights = target, vllm_config, weights
         name = f"{METHOD}: draft_weights={weights!r}"
         config = _copied_config(vllm_config, weights)
         try:
@@ -123,8 +125,9 @@ class QuantisedCopy:
             # Pairs of a quantised layer and the target's layer.
             self._pairs = list(_share(self.model, target))
             with set_default_torch_dtype(vllm_config.model_config.dtype), device:
+                importance = self._importance()
                 for layer, original in self._pairs:
-                    _quantise(layer, original)
+                    _quantise(layer, original, importance.get(original))
         except (ValueError, RuntimeError) as error:
             # vLLM has no kernel for the shapes or the device, or the model's constructor reads tensors.
             reason = " ".join(str(error).split())
@@ -147,14 +150,22 @@ class QuantisedCopy:
     @torch.no_grad()
     def update(self) -> None:
         """Quantise the target's weights again, in the same memory, which CUDA graphs refer to."""
+        importance = self._importance()
         for layer, original in self._pairs:
             kept = {name: tensor for name, tensor in layer._parameters.items() if tensor is not None}
             try:
-                _quantise(layer, original)
+                _quantise(layer, original, importance.get(original))
                 for name, tensor in kept.items():
                     tensor.data.copy_(layer._parameters[name])
             finally:
                 layer._parameters.update(kept)
+
+    def _importance(self) -> dict[nn.Module, torch.Tensor]:
+        """Return what `pack` takes beside the weights, by layer of the target."""
+        if BITS.get(self._weights) != 4:
+            return {}
+        layers = [original for _, original in self._pairs if isinstance(original, LinearBase)]
+        return mean_squares_of_inputs(self._target, self._vllm_config, layers)
 
 
 def _copied_config(vllm_config: VllmConfig, weights: str) -> VllmConfig:
@@ -198,8 +209,9 @@ def _share(own: nn.Module, target: nn.Module) -> Iterator[tuple[nn.Module, nn.Mo
 
 
 @torch.no_grad()
-def _quantise(layer: nn.Module, original: nn.Module) -> None:
-    """Give a layer the quantised weights of the target's layer."""
+def _quantise(layer: nn.Module, original: nn.Module, importance: torch.Tensor | None) -> None:
+    """Give a layer the quantised weights of the target's layer; `importance` is that of `pack`."""
+    layer.importance = importance
     layer.register_parameter("weight", nn.Parameter(_weights_of(original), requires_grad=False))
     # Some of vLLM's kernels replace it by a permuted copy.
     layer.register_parameter("bias", original._parameters.get("bias"))
@@ -265,7 +277,7 @@ class _Packed(QuantizeMethodBase):
 
     @override
     def process_weights_after_loading(self, layer: Any) -> None:
-        packed = pack(layer.weight, self._bits)
+        packed = pack(layer.weight, self._bits, layer.importance)
         layer.register_parameter("packed", nn.Parameter(packed, requires_grad=False))
         layer.out_features = layer.weight.shape[0]
 

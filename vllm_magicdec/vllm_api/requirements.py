@@ -39,7 +39,7 @@ _NAMES = {
     "vllm.forward_context": """
         BatchDescriptor(num_tokens)
         set_forward_context(attn_metadata, vllm_config, num_tokens, cudagraph_runtime_mode, slot_mapping,
-            batch_descriptor, is_padding)
+            batch_descriptor, is_padding, skip_compiled)
     """,
     "vllm.distributed.kv_transfer.kv_transfer_state": "_KV_CONNECTOR_AGENT",
     "vllm.lora.model_manager": "LoRAModelManager .set_adapter_mapping(mapping) .activate_adapter(lora_id)",
