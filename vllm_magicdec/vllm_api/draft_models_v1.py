@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts other than the target itself on the V1 runner."""
+"""Draft models on the V1 runner."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +13,6 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from vllm_magicdec.drafting.model_cache import ModelCache
 from vllm_magicdec.vllm_api.draft_runner import ModelDraft, SpireDraft, choose_class
-from vllm_magicdec.vllm_api.draft_weights import QuantisedCopy
 from vllm_magicdec.vllm_api.embeddings import refuse_more_inputs
 from vllm_magicdec.vllm_api.runner_v1 import MagicDecProposer
 from vllm_magicdec.vllm_api.runner_wrappers import bypass_rejection_sampler
@@ -27,21 +26,6 @@ class LoadedProposer(MagicDecProposer):
     def load_model(self, target_model: nn.Module) -> None:
         DraftModelProposer.load_model(self, target_model)
         refuse_more_inputs(self.model)
-
-    @override
-    def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        DraftModelProposer.dummy_run(self, num_tokens, *args, **kwargs)
-
-
-class QuantisedProposer(LoadedProposer):
-    """A proposer whose draft is a quantised copy of the target, over the target's KV cache."""
-
-    @override
-    def load_model(self, target_model: nn.Module) -> None:
-        MagicDecProposer.load_model(self, target_model)
-        weights = self.speculative_config.draft_weights
-        self._copy = QuantisedCopy(target_model, self.vllm_config, weights, self.device)
-        self.model = self._copy.model
 
 
 class ModelProposer(ModelDraft, LoadedProposer):
@@ -121,7 +105,7 @@ class SpireProposer(SpireDraft, LoadedProposer):
 
 def proposer_class(vllm_config: VllmConfig) -> type[MagicDecProposer]:
     """Return the proposer for what the engine drafts with."""
-    return choose_class(vllm_config, MagicDecProposer, QuantisedProposer, ModelProposer, SpireProposer)
+    return choose_class(vllm_config, MagicDecProposer, ModelProposer, SpireProposer)
 
 
 def make_proposer(vllm_config: VllmConfig, device: torch.device, runner: Any) -> MagicDecProposer:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts other than the target itself on the V2 runner."""
+"""Draft models on the V2 runner."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +13,6 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_magicdec.vllm_api.draft_runner import ModelDraft, SpireDraft, choose_class
-from vllm_magicdec.vllm_api.draft_weights import QuantisedCopy
 from vllm_magicdec.vllm_api.runner_v2 import MagicDecSpeculator
 from vllm_magicdec.vllm_api.spire_cache import refuse_target_without_activations
 
@@ -24,21 +23,6 @@ class LoadedSpeculator(MagicDecSpeculator):
     @override
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         return StandaloneARSpeculator.load_draft_model(self, target_model, target_attn_layer_names)
-
-    @override
-    def _warm_up(self, inputs: InputBatch) -> None:
-        hidden_states = self.forward(inputs.input_ids, inputs.positions, (), None)
-        self.compute_draft_logits(hidden_states[: inputs.num_reqs], 0)
-
-
-class QuantisedSpeculator(LoadedSpeculator):
-    """A speculator whose draft is a quantised copy of the target, over the target's KV cache."""
-
-    @override
-    def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
-        weights = self.speculative_config.draft_weights
-        self._copy = QuantisedCopy(target_model, self.vllm_config, weights, self.device)
-        return self._copy.model
 
 
 class ModelSpeculator(ModelDraft, LoadedSpeculator):
@@ -90,7 +74,5 @@ def make_speculator(
     vllm_config: VllmConfig, device: torch.device, req_states: RequestState
 ) -> MagicDecSpeculator:
     """Create the speculator of an engine; the registry of `patches/` calls it too."""
-    made = choose_class(
-        vllm_config, MagicDecSpeculator, QuantisedSpeculator, ModelSpeculator, SpireSpeculator
-    )
+    made = choose_class(vllm_config, MagicDecSpeculator, ModelSpeculator, SpireSpeculator)
     return made(vllm_config, device, req_states)

@@ -33,12 +33,13 @@ _Class = TypeVar("_Class")
 
 
 class DraftRunner:
-    """A proposer or speculator whose draft is the target; a base beside vLLM's class, which has the fields.
+    """A base beside vLLM's class, which has the fields, for a draft that is the target or its copy.
 
     Subclasses implement `drafting.ports.Target`.
     """
 
     vllm_config: VllmConfig
+    speculative_config: MagicDecSpeculativeConfig
     device: torch.device
     max_num_tokens: int
     reads_ahead = True
@@ -74,6 +75,14 @@ class DraftRunner:
                 by layer, or concatenated over layers on the V1 runner.
             slots: [num_tokens or more] int64, slots of the tokens' K/V, by layer, including the draft's.
         """
+
+    def _drafting_model(self, target_model: nn.Module) -> nn.Module:
+        """Return the target, or its copy with other weights (`draft_weights`)."""
+        weights = self.speculative_config.draft_weights
+        if weights == "target":
+            return target_model
+        self._copy = QuantisedCopy(target_model, self.vllm_config, weights, self.device)
+        return self._copy.model
 
     def _take_adapters_of(self, target_model: nn.Module) -> None:
         if self.vllm_config.lora_config is not None:
@@ -176,12 +185,10 @@ def without_kv_connector() -> Iterator[None]:
         kv_transfer_state._KV_CONNECTOR_AGENT = connector
 
 
-def choose_class(
-    vllm_config: VllmConfig, own: _Class, quantised: _Class, model: _Class, spire: _Class
-) -> _Class:
-    """Return the class for the target, a quantised copy of it, a draft model or a SPIRe draft."""
+def choose_class(vllm_config: VllmConfig, own: _Class, model: _Class, spire: _Class) -> _Class:
+    """Return the class for the target or its copy, a draft model, or a SPIRe draft."""
     spec = vllm_config.speculative_config
     assert isinstance(spec, MagicDecSpeculativeConfig)
-    if spec.has_draft_model:
-        return model if spec.spire is None else spire
-    return own if spec.draft_weights == "target" else quantised
+    if not spec.has_draft_model:
+        return own
+    return model if spec.spire is None else spire

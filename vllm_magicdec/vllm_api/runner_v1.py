@@ -10,9 +10,8 @@ import numpy as np
 import torch
 import torch.nn as nn
 from typing_extensions import override
-from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.sample.metadata import SamplingMetadata
@@ -41,7 +40,7 @@ from vllm_magicdec.vllm_api.verification_attention import refuse_if_inexact
 
 
 class MagicDecProposer(DraftRunner, DraftModelProposer):
-    """A proposer whose draft is the target itself, over a view of the target's KV cache.
+    """A proposer whose draft is the target or its copy, over a view of the target's KV cache.
 
     Inherited: the padded-batch bookkeeping of rejected tokens, draft sampling and attention groups.
     Replaced: the draft loop, and the draft model, which subclasses in `draft_models_v1.py` load.
@@ -78,13 +77,10 @@ class MagicDecProposer(DraftRunner, DraftModelProposer):
         """Do not warn: drafts are text, and the prompt's images are in the KV cache."""
 
     def load_model(self, target_model: nn.Module) -> None:
-        """Take the target as the draft."""
+        """Take the target or its copy as the draft."""
         refuse_more_inputs(target_model)
-        self.model = target_model
-        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
-        self._draft_attn_layer_names = {
-            name for name, layer in layers.items() if layer.get_kv_cache_spec(self.vllm_config) is not None
-        }
+        self.model = self._drafting_model(target_model)
+        self._draft_attn_layer_names = set()  # its attention layers are the target's
         self._take_adapters_of(target_model)
 
     def initialize_attn_backend(
@@ -92,7 +88,8 @@ class MagicDecProposer(DraftRunner, DraftModelProposer):
     ) -> None:
         """Create the drafter, once vLLM has laid out the KV cache."""
         refuse_if_inexact(self.vllm_config, self.target_runner.attn_groups)
-        self._lay_out(kv_cache_config, self._draft_attn_layer_names, self.target_runner.attn_groups)
+        names = self._draft_attn_layer_names or None
+        self._lay_out(kv_cache_config, names, self.target_runner.attn_groups)
         if self.speculative_config.draft_lookup == "on" or self._cache.is_own:
             # vLLM's runner drafts for no request when one nears the model's maximum length. A draft's own
             # cache would fall behind, and rounds with lookups draft as much as each request has room for.
@@ -100,7 +97,9 @@ class MagicDecProposer(DraftRunner, DraftModelProposer):
             runner.effective_drafter_max_model_len = runner.max_model_len + self.num_speculative_tokens
 
     def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the target has a dummy run of its own."""
+        """Run the draft, unless it is the target, which has a dummy run of its own."""
+        if self.speculative_config.has_draft_model or self._copy is not None:
+            super().dummy_run(num_tokens, *args, **kwargs)
 
     @override
     def prepare_next_token_ids_padded(

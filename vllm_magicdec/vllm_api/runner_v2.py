@@ -43,7 +43,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class MagicDecSpeculator(DraftRunner, StandaloneARSpeculator):
-    """A speculator whose draft is the target itself, over a view of the target's KV cache.
+    """A speculator whose draft is the target or its copy, over a view of the target's KV cache.
 
     Inherited: request buffers and draft sampling. Replaced: attention metadata (by layer group, over the
     view), the draft loop, and the draft model, which subclasses in `draft_models_v2.py` load.
@@ -82,7 +82,7 @@ class MagicDecSpeculator(DraftRunner, StandaloneARSpeculator):
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         """Return the drafting model."""
-        return target_model
+        return self._drafting_model(target_model)
 
     def set_attn(
         self,
@@ -253,7 +253,10 @@ class MagicDecSpeculator(DraftRunner, StandaloneARSpeculator):
         return own
 
     def _warm_up(self, inputs: InputBatch) -> None:
-        """Run a draft model's step without KV cache, so that vLLM can measure its peak memory."""
+        """Run the draft without KV cache, for vLLM to measure its memory, unless it is the target."""
+        if self.speculative_config.has_draft_model or self._copy is not None:
+            hidden_states = self.forward(inputs.input_ids, inputs.positions, (), None)
+            self.compute_draft_logits(hidden_states[: inputs.num_reqs], 0)
 
     def _draft_dummies(self, num_reqs: int) -> None:
         """Run the steps of a round over full views, for vLLM's timing."""
