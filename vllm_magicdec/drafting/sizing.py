@@ -5,10 +5,8 @@ vLLM gives the KV cache the memory that is left after a profile run. Views are m
 must be known before.
 """
 
-import math
 import sys
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
 
 import torch
 from transformers import PretrainedConfig
@@ -128,25 +126,12 @@ def parse_budget(spec: MagicDecSpeculativeConfig, limits: Limits) -> Budget:
         raise MagicDecConfigError(f"{METHOD}: {error}") from None
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Memory of drafting on a worker's device, in bytes."""
+def memory_of_drafting(vllm_config: VllmConfig, groups: Sequence[LayerGroup]) -> tuple[int, int]:
+    """Compute the memory of the views by making them on torch's device "meta".
 
-    fixed: int
-    per_block: int  # of the KV cache, in all layers
-
-    def scaled(self, factor: float) -> "Memory":
-        """Multiply by `factor`, rounding up."""
-        return Memory(*(math.ceil(part * factor) for part in astuple(self)))
-
-    def leave(self, available: int, block_bytes: int) -> int:
-        """Return the bytes left for the KV cache, whose blocks take `block_bytes` in all layers."""
-        room = max(0, available - self.fixed)
-        return room * block_bytes // (block_bytes + self.per_block)
-
-
-def memory_of_drafting(vllm_config: VllmConfig, groups: Sequence[LayerGroup]) -> Memory:
-    """Compute the memory of the views by making them on torch's device "meta"."""
+    Returns:
+        Bytes, and bytes for each block of the KV cache in all layers.
+    """
     meta = torch.device("meta")
 
     def observe(indices: Sequence[int], window: int, observer: LayerObserver) -> None:
@@ -167,7 +152,7 @@ def memory_of_drafting(vllm_config: VllmConfig, groups: Sequence[LayerGroup]) ->
         return sum(sum(view.memory_bytes.values()) for view in views)
 
     fixed = num_bytes(0)
-    return Memory(fixed, num_bytes(1) - fixed)
+    return fixed, num_bytes(1) - fixed
 
 
 def _measure_attention(vllm_config: VllmConfig, group: LayerGroup, meta: torch.device) -> SwitchAttention:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layer groups of vLLM's KV cache, and the memory that drafting takes from it."""
 
+import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -69,11 +70,15 @@ def leave_memory_for_drafting(
     drafting = groups
     if spec.has_draft_model:
         drafting = _restrict(groups, lambda name: name.startswith(_DRAFT_LAYER_PREFIX))
-    memory = memory_of_drafting(vllm_config, find_layer_groups(drafting, reaches_of(kv_cache_specs)))
+    fixed, per_block = memory_of_drafting(
+        vllm_config, find_layer_groups(drafting, reaches_of(kv_cache_specs))
+    )
     # Layers that share another layer's cache need views, too.
     num_layers = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
-    memory = memory.scaled(max(1.0, num_layers / max(1, len(kv_cache_specs))))
-    left = memory.leave(available, max(map(_block_bytes, groups), default=0))
+    factor = max(1.0, num_layers / max(1, len(kv_cache_specs)))
+    block_bytes = max(map(_block_bytes, groups), default=0)
+    room = max(0, available - math.ceil(fixed * factor))
+    left = room * block_bytes // (block_bytes + math.ceil(per_block * factor))
     logger.info_once(
         "%s: of %s GiB, %s GiB are for drafting and %s GiB for the KV cache.",
         spec.name,
