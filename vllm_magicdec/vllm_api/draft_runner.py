@@ -19,6 +19,7 @@ from vllm_magicdec.drafting.drafter import Drafter
 from vllm_magicdec.drafting.layer_groups import LayerGroup
 from vllm_magicdec.drafting.model_cache import ModelCache
 from vllm_magicdec.drafting.ports import Cache, Target
+from vllm_magicdec.errors import MODEL_METHOD, MagicDecConfigError
 from vllm_magicdec.vllm_api.adapters import Adapters
 from vllm_magicdec.vllm_api.attention_groups import (
     attention_groups_of,
@@ -26,7 +27,7 @@ from vllm_magicdec.vllm_api.attention_groups import (
     refuse_split_pages,
 )
 from vllm_magicdec.vllm_api.draft_weights import QuantisedCopy
-from vllm_magicdec.vllm_api.kv_cache import layer_groups, refuse_draft_without_whole_context
+from vllm_magicdec.vllm_api.kv_cache import layer_groups
 from vllm_magicdec.vllm_api.spire_cache import SpireCache, TargetActivations
 
 _Class = TypeVar("_Class")
@@ -126,7 +127,11 @@ class ModelDraft(DraftRunner):
 
     @override
     def _make_cache(self, groups: Sequence[LayerGroup]) -> Cache:
-        refuse_draft_without_whole_context(groups)
+        if groups[0].reach is not None:  # layers without a window come first
+            raise MagicDecConfigError(
+                f"{MODEL_METHOD}: no layer of this draft model sees the whole context, and vLLM frees "
+                "pages outside of windows; use vLLM's method 'draft_model' with it"
+            )
         refuse_small_buffers(self._attention_groups)
         return ModelCache(
             cast(Target, self),

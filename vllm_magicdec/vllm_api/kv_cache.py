@@ -16,7 +16,6 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheS
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.layer_groups import LayerGroup, find_layer_groups, reaches_of
 from vllm_magicdec.drafting.sizing import memory_of_drafting
-from vllm_magicdec.errors import MODEL_METHOD, MagicDecConfigError
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -42,15 +41,6 @@ def layer_groups(
 def _restrict(groups: Sequence[KVCacheGroupSpec], keep: Callable[[str], bool]) -> list[KVCacheGroupSpec]:
     """Return the groups with only the layers whose names pass `keep`."""
     return [replace(group, layer_names=list(filter(keep, group.layer_names))) for group in groups]
-
-
-def refuse_draft_without_whole_context(groups: Sequence[LayerGroup]) -> None:
-    """Raise MagicDecConfigError for draft models all of whose layers have a window."""
-    if groups[0].reach is not None:  # layers without a window come first
-        raise MagicDecConfigError(
-            f"{MODEL_METHOD}: no layer of this draft model sees the whole context, and vLLM frees pages "
-            "outside of windows; use vLLM's method 'draft_model' with it"
-        )
 
 
 def leave_memory_for_drafting(
