@@ -211,7 +211,8 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
         if vllm_config.lora_config is None:
             return most
         scheduler = vllm_config.scheduler_config
-        return min(most, _drafts_with_adapters(scheduler.max_num_seqs, scheduler.max_num_batched_tokens))
+        # With LoRA, vLLM demands that its limits of a step suffice for all drafts.
+        return min(most, scheduler.max_num_batched_tokens // scheduler.max_num_seqs - 1)
 
     def _check_datastores(self, vllm_config: VllmConfig) -> None:
         model = vllm_config.model_config
@@ -287,11 +288,6 @@ class EngineSpeculativeConfig(MagicDecSpeculativeConfig):
             raise MagicDecConfigError(f"{self.name}: {error}{others}") from None
 
 
-def _drafts_with_adapters(max_num_seqs: int, max_num_batched_tokens: int) -> int:
-    """Return the drafts per round for which vLLM's limits of a step suffice, as it demands with LoRA."""
-    return max_num_batched_tokens // max_num_seqs - 1
-
-
 def fit_adapters(
     engine_args: Any, given: dict[str, Any], options: Mapping[str, Any]
 ) -> dict[str, Any] | None:
@@ -308,7 +304,7 @@ def fit_adapters(
     max_num_seqs, max_tokens = engine_args.max_num_seqs, engine_args.max_num_batched_tokens
     if not engine_args.enable_lora or not max_num_seqs or not max_tokens or not selects_magicdec(fields):
         return None
-    fitting, field = _drafts_with_adapters(max_num_seqs, max_tokens), "num_speculative_tokens"
+    fitting, field = max_tokens // max_num_seqs - 1, "num_speculative_tokens"
     drafts = fields.get(field, default_of(field))
     if drafts == "auto":
         field = "max_num_speculative_tokens"
