@@ -11,8 +11,6 @@ from typing import Any
 
 from vllm_magicdec.hooking import instead
 
-_MARK = "_vllm_magicdec_original"
-
 
 def patch() -> None:
     """Hide `__dict__` of llvmlite's library; call it in the worker."""
@@ -20,11 +18,10 @@ def patch() -> None:
 
     library_class = type(ffi.lib)
     original = library_class.__getattr__
-    if hasattr(original, _MARK):
+    if hasattr(original, "__wrapped__"):
         return
 
     library_class.__getattr__ = instead(_find)(library_class, original)
-    setattr(library_class.__getattr__, _MARK, original)
 
 
 def _find(original: Callable[..., Any], library: Any, name: str) -> Any:
