@@ -167,7 +167,7 @@ class SpireDraft(DraftRunner):
             activations = activations.chunk(self._cache.num_activations, dim=1)
         # Without the padding of CUDA graphs.
         activations = [each[: len(tokens)] for each in activations]
-        self._cache.note_step(TargetActivations(tokens, positions, activations, slots))
+        self._cache.step = TargetActivations(tokens, positions, activations, slots)
 
     @override
     def _make_cache(self, groups: Sequence[LayerGroup]) -> Cache:

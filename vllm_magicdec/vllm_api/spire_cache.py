@@ -60,7 +60,8 @@ class SpireCache(Cache):
         self._target: Any = target
         self._attentions = [layer.self_attn.attn for layer in model.model.layers]
         self.num_activations = len(self._attentions) + 1
-        self._step: TargetActivations | None = None  # None: not recorded, and the round fails
+        # The target's step that the round begins with; None: not recorded, and the round fails.
+        self.step: TargetActivations | None = None
         self._write_latest: Callable[[], None] | None = None
 
     def lay_out(self, groups: Sequence[LayerGroup]) -> None:
@@ -99,14 +100,10 @@ class SpireCache(Cache):
         positions = torch.zeros(num_tokens, dtype=torch.int64, device=weight.device)
         self._model.memorise([nothing] * self.num_activations, positions, None)
 
-    def note_step(self, step: TargetActivations) -> None:
-        """Record the target's step that the round begins with."""
-        self._step = step
-
     @override
     def begin_round(self, batch: Batch) -> None:
         self._write_latest = None  # left by a failed round
-        step, self._step = self._step, None  # frees the activations
+        step, self.step = self.step, None  # frees the activations
         assert step is not None
         self.write_verified(step)
 
