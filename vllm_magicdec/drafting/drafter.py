@@ -283,7 +283,7 @@ class Drafter:
 
     def _prepare_views(self, batch: Batch, num_steps: int) -> list[RoundView]:
         return [
-            views.prepare(batch.of_group(group.kv_cache_group), num_steps)
+            views.prepare(replace(batch, kv_cache_group=group.kv_cache_group), num_steps)
             for group, views in zip(self.groups, self._views, strict=True)
         ]
 

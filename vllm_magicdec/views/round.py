@@ -40,10 +40,6 @@ class Batch:
         """[num_reqs, max_blocks] int32, the requests' pages in `kv_cache_group`."""
         return self.block_tables[self.kv_cache_group]
 
-    def of_group(self, kv_cache_group: int) -> "Batch":
-        """Return the same requests with the block table of another KV-cache group."""
-        return replace(self, kv_cache_group=kv_cache_group)
-
     def part(self, first: int, end: int) -> "Batch":
         """Return the requests from `first` up to `end`."""
         requests = {name: values[first:end] for name, values in vars(self).items() if name not in _WHOLE}
