@@ -259,7 +259,8 @@ class PromptSelector:
         due = [index for index in range(len(batch.req_ids)) if self._is_due(batch, index)]
         if not due:
             return
-        scored = [i for i in due if self._num_eligible(int(batch.known_lens[i])) > self._room]
+        num_sinks = self._budget.num_sinks
+        scored = [i for i in due if self._end(int(batch.known_lens[i])) - num_sinks > self._room]
         self._score(batch, scored)
         self._select_all(batch, [i for i in due if i not in set(scored)])
         lens, budget = batch.observable_lens[on_device(due, batch.observable_lens.device)], self._budget
@@ -295,9 +296,6 @@ class PromptSelector:
         """Return the first entry after those to select from; `length` in tokens is an int or a tensor."""
         unit = self._budget.unit
         return (length + self._num_drafted + unit - 1) // unit - self._budget.num_recent
-
-    def _num_eligible(self, length: int) -> int:
-        return max(0, self._end(length) - self._budget.num_sinks)
 
     def _select_all(self, batch: Batch, indices: Sequence[int]) -> None:
         if indices:
