@@ -80,17 +80,6 @@ def install_switches(
     return [found for found in plans.values() if found is not None]
 
 
-def require_e4m3(dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ValueError for caches that Triton cannot read on an older GPU."""
-    if dtype != torch.float8_e4m3fn or device.type != "cuda":
-        return
-    if not current_platform.has_device_capability(E4M3_CAPABILITY):
-        raise ValueError(
-            f"{READERS} read fp8_e4m3 KV caches on GPUs of compute capability 8.9 and newer; use "
-            f"--kv-cache-dtype bfloat16 or float16, as the model's, or {NO_READER}"
-        )
-
-
 def better_options(spec: AttentionSpec) -> str:
     """Return options for attention over `spec` on a GPU with block tables and full CUDA graphs."""
     if spec.kv_quant_mode != KVQuantMode.FP8_PER_TENSOR:
@@ -186,9 +175,14 @@ class Switch:
         shape = (1, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
         try:
             self._rows_of(torch.empty(shape, dtype=spec.dtype))
-            require_e4m3(self._cache_dtype, device)
         except ValueError as error:
             raise MagicDecConfigError(f"{METHOD}: {error}") from None
+        is_e4m3 = self._cache_dtype == torch.float8_e4m3fn and device.type == "cuda"
+        if is_e4m3 and not current_platform.has_device_capability(E4M3_CAPABILITY):
+            raise MagicDecConfigError(
+                f"{METHOD}: {READERS} read fp8_e4m3 KV caches on GPUs of compute capability 8.9 and newer; "
+                f"use --kv-cache-dtype bfloat16 or float16, as the model's, or {NO_READER}"
+            )
         # Refused layers may lack scales.
         self._scales = Scales.of(layer, impl.num_heads) if self._cache_dtype in FP8_DTYPES else Scales()
         impl.forward = self.forward
