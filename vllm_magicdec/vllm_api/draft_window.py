@@ -7,7 +7,7 @@ rotation of their true positions, and new K/V go to slots that vLLM computes fro
 nothing else changes. The target has groups of its own.
 """
 
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from vllm.config import VllmConfig
@@ -108,24 +108,14 @@ class DraftWindow:
         return torch.where(queries > self._max_queries, exact, largest).to(upper.dtype)
 
 
-def window_proposer(proposer: Any, vllm_config: VllmConfig) -> None:
-    """Let a proposer of the V1 runner, which has made its groups, read its KV cache through windows.
+def window_groups(groups: Iterable[AttentionGroup], vllm_config: VllmConfig, device: torch.device) -> None:
+    """Let a drafter's attention groups read its KV cache through windows.
 
     Raises:
         MagicDecConfigError: a layer's KV cache cannot be read in part.
     """
-    for group in proposer.draft_attn_groups:
-        _window_group(group, vllm_config, proposer.device)
-
-
-def window_speculator(speculator: Any, vllm_config: VllmConfig) -> None:
-    """Let a speculator of the V2 runner read its KV cache through windows, as soon as it has groups."""
-
-    def window_groups(nothing: None, *_: Any, **__: Any) -> None:
-        for group in (group for of_cache in speculator.attn_groups for group in of_cache):
-            _window_group(group, vllm_config, speculator.device)
-
-    speculator.set_attn = after(window_groups)(speculator, speculator.set_attn)
+    for group in groups:
+        _window_group(group, vllm_config, device)
 
 
 def _window_group(group: AttentionGroup, vllm_config: VllmConfig, device: torch.device) -> None:

@@ -12,6 +12,7 @@ layer, and `cpu_sampling.py` and `cpu_llvmlite.py` fix vLLM on CPUs.
 
 import inspect
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 from vllm.logger import init_logger
@@ -23,7 +24,7 @@ from vllm_magicdec.config.given import check_given, extends_method, refuse_missp
 from vllm_magicdec.errors import MagicDecConfigError
 from vllm_magicdec.hooking import Hook, Wrap, after, before, in_words, instead
 from vllm_magicdec.vllm_api.counts import add_logger, pass_on, send
-from vllm_magicdec.vllm_api.draft_window import window_proposer, window_speculator
+from vllm_magicdec.vllm_api.draft_window import window_groups
 from vllm_magicdec.vllm_api.drafts_with_output import keep_drafts, send_drafts, update_drafts
 from vllm_magicdec.vllm_api.engine_config import (
     EngineSpeculativeConfig,
@@ -100,7 +101,11 @@ def _make_speculator(original: Callable[..., Any], vllm_config: Any, device: Any
         return make_speculator(vllm_config, device, req_states)
     speculator = original(vllm_config, device, req_states)
     if _wants_window(vllm_config):
-        window_speculator(speculator, vllm_config)
+
+        def window(nothing: None, *_: Any, **__: Any) -> None:
+            window_groups(chain.from_iterable(speculator.attn_groups), vllm_config, device)
+
+        speculator.set_attn = after(window)(speculator, speculator.set_attn)
     return speculator
 
 
@@ -248,7 +253,7 @@ def _before_kv_cache_v1(runner: Any, kv_cache_config: Any, *_: Any, **__: Any) -
         bypass_rejection_sampler(runner)
     drafter = getattr(runner, "drafter", None)  # None in the first stages of a pipeline
     if drafter is not None and _wants_window(runner.vllm_config):
-        window_proposer(drafter, runner.vllm_config)
+        window_groups(drafter.draft_attn_groups, runner.vllm_config, drafter.device)
     _check_drafter(runner, drafter)
     _attend_natively(runner.vllm_config, kv_cache_config, runner.device)
 
