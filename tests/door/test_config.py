@@ -206,7 +206,6 @@ REFUSED = [
     ({"quantization": "fp8"}, {}, "has no use for 'quantization'"),
     ({"model": "org/draft"}, {}, "remove model='org/draft'"),
     ({"max_num_speculative_tokens": 6}, {}, "belongs to num_speculative_tokens='auto'"),
-    ({"draft_kv_budget": "auto"}, {}, "draft_kv_budget='auto' is no longer supported; use a number"),
     ({"draft_kv_cache": "whole"}, {}, "draft_kv_cache is no longer supported; remove it: "),
     ({"profile": "p.json"}, {}, "belongs to num_speculative_tokens='auto'; add that"),
     ({**AUTO, "profile": "/tmp"}, {}, "profile: /tmp is not a profile written by 'magicdec profile'"),

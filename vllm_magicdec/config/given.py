@@ -108,7 +108,6 @@ def _refuse_own_fields(given: Mapping[object, object]) -> None:
 _REMOVED_FIELDS = {
     "draft_kv_cache": "remove it: a draft model's KV cache holds its whole context; draft_kv_budget limits "
     "what a draft step reads of it, and a draft of fewer layers leaves the target more room",
-    "draft_kv_max_budget": "use draft_kv_budget with a number of tokens, or a fraction such as 0.06",
 }
 
 
@@ -176,11 +175,6 @@ def check_method(given: Mapping[str, Any]) -> bool:
 
 def resolve_auto(given: Mapping[str, Any]) -> dict[str, Any]:
     """Replace `auto` and a single source by values of the declared types."""
-    if given.get("draft_kv_budget") == "auto":
-        raise MagicDecConfigError(
-            f"{name_of(given)}: draft_kv_budget='auto' is no longer supported; use a number of tokens, or "
-            "a fraction of the context such as 0.06"
-        )
     fields = dict(given)
     if chooses_drafts(given):
         del fields["num_speculative_tokens"]
