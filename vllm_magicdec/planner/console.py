@@ -16,10 +16,7 @@ COMMANDS = (
     "vllm_magicdec.check",
 )
 
-_MEASURE = "measure a load with 'vllm bench serve', and predict speedups with 'magicdec plan'"
 _REMOVED = {
-    "simulate": _MEASURE,
-    "plan --load": _MEASURE,
     "plan --png": "draw the numbers that --json writes",
     "plan --ideal": "replace constants with --costs",
 }
