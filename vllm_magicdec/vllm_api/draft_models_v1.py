@@ -96,11 +96,10 @@ class SpireProposer(SpireDraft, LoadedProposer):
         slots: Sequence[torch.Tensor],
         attn_metadata: Mapping[str, Any],
     ) -> torch.Tensor:
-        self._cache.begin_pass()
+        hidden_states: torch.Tensor
         hidden_states, activations = super().forward(tokens, positions, slots, attn_metadata)
-        self._cache.end_pass(tokens, positions, activations, slots)
-        own: torch.Tensor = hidden_states
-        return own
+        self._cache.write_drafted(tokens, positions, activations, slots)
+        return hidden_states
 
 
 def proposer_class(vllm_config: VllmConfig) -> type[MagicDecProposer]:

@@ -8,12 +8,10 @@ cache and after preemption. Rejected tokens lie behind the verified ones and are
 read, so the cache need not know which drafts were accepted.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn as nn
 from typing_extensions import override
@@ -62,7 +60,6 @@ class SpireCache(Cache):
         self.num_activations = len(self._attentions) + 1
         # The target's step that the round begins with; None: not recorded, and the round fails.
         self.step: TargetActivations | None = None
-        self._write_latest: Callable[[], None] | None = None
 
     def lay_out(self, groups: Sequence[LayerGroup]) -> None:
         """Prepare for drafting, once vLLM has allocated the KV cache.
@@ -102,14 +99,9 @@ class SpireCache(Cache):
 
     @override
     def begin_round(self, batch: Batch) -> None:
-        self._write_latest = None  # left by a failed round
         step, self.step = self.step, None  # frees the activations
         assert step is not None
         self.write_verified(step)
-
-    @override
-    def end_round(self, batch: Batch, num_written: np.ndarray) -> None:
-        self._write_latest = None
 
     def write_verified(self, step: TargetActivations) -> None:
         """Write the memory of the tokens in a step of the target."""
@@ -121,16 +113,6 @@ class SpireCache(Cache):
             positions = positions[0]
         slots = [step.slots[attention.layer_name][:num_tokens] for attention in self._attentions]
         self._model.memorise(activations, positions, slots)
-
-    def begin_pass(self) -> None:
-        """Write the memory of the round's previous pass."""
-        write, self._write_latest = self._write_latest, None
-        if write is not None:
-            write()
-
-    def end_pass(self, *args: Any) -> None:
-        """Defer `write_drafted(*args)` until the round's next pass, if there is one."""
-        self._write_latest = partial(self.write_drafted, *args)
 
     def write_drafted(
         self,
