@@ -286,8 +286,8 @@ def is_real(model: str) -> bool:
 def folder_of(model: str | None) -> str:
     """Return the folder of a model of `make models`, or the model itself; None: the default."""
     if model is None:
-        if any((real_models.FOLDER / real_models.MODELS[REAL_MODEL].folder).glob("*.safetensors")):
-            return folder_of(REAL_MODEL)
+        if made := real_models.made_folder(REAL_MODEL):
+            return str(made)
         console.print(f"{REAL_MODEL} was not made (make models); serving the model that ships instead.")
         return str(EMBEDDED_MODEL)
     return str(real_models.folder_of(model)) if model in real_models.MODELS else model

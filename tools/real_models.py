@@ -70,12 +70,15 @@ MODELS = {
 }
 
 
+def made_folder(name: str) -> Path | None:
+    """Return the folder of a model in `MODELS`, or None if it was not made."""
+    folders = (FOLDER / (MODELS[name].folder + suffix) for suffix in SUFFIXES.values())
+    return next(filter(Path.is_dir, folders), None)
+
+
 def folder_of(name: str) -> Path:
     """Return the folder of a model in `MODELS`; end with a sentence if it was not made."""
-    for suffix in SUFFIXES.values():
-        if (folder := FOLDER / (MODELS[name].folder + suffix)).is_dir():
-            return folder
-    sys.exit(f"{name} is not in {FOLDER.relative_to(ROOT)}; run `make models`")
+    return made_folder(name) or sys.exit(f"{name} is not in {FOLDER.relative_to(ROOT)}; run `make models`")
 
 
 def download(packages: dict[str, str], folder: Path) -> list[Path]:

@@ -41,6 +41,7 @@ def test_names_are_folders_for_benchmarks_and_the_demo(folder, name, dtype):
     with kv_heavy.model_folder(name) as found:
         assert found == str(made)
     assert demo.folder_of(name) == str(made)
+    assert demo.folder_of(None) == str(made if name == demo.REAL_MODEL else demo.EMBEDDED_MODEL)
 
 
 def test_a_folder_is_made_once_and_whole(folder, monkeypatch, capsys):
