@@ -19,7 +19,7 @@ from vllm_magicdec.native.library import QUERY_TYPES, UnreadableError, find_kern
 
 BITS = {"int4": 4, "int8": 8}
 _GROUP, _OUTPUTS, _STEP = 32, 16, 4  # as in quantised_linear.cpp
-_CUTS = (0.0, 0.1, 0.2)  # parts of a group's range that 4 bits are tried without
+_CUTS = (0.1, 0.2)  # parts of a group's range that 4 bits are also tried without
 _TINY = 1e-6  # added to every input's relative importance, so that none is zero
 _TILES_AT_ONCE = 4  # so that a search stays in the processor's cache
 
@@ -58,7 +58,8 @@ def pack(weights: torch.Tensor, bits: int, importance: torch.Tensor | None = Non
         [ceil(out_features / 16), ceil(in_features / 32), 64 * bits + 64] uint8; see quantised_linear.cpp.
     """
     out_features, in_features = weights.shape
-    importance = torch.ones(in_features) if importance is None else importance.float()
+    if importance is None or not importance.isfinite().all():
+        importance = torch.ones(in_features, dtype=torch.float32)
     importance = importance / importance.mean().clamp(min=_TINY) + _TINY
     inputs_padding = (0, -in_features % _GROUP)
     by_group = torch.nn.functional.pad(importance, inputs_padding).view(-1, _GROUP)
@@ -92,32 +93,37 @@ def _fit(groups: torch.Tensor, bits: int, importance: torch.Tensor) -> list[torc
     def rounded(scale: torch.Tensor, minimum: torch.Tensor) -> list[torch.Tensor]:
         scale, minimum = scale.bfloat16().float(), minimum.bfloat16().float()
         scale = torch.where(scale > 0, scale, 1.0)
-        integers = ((groups - minimum) / scale).round_().clamp_(0, largest)
-        errors = (integers * scale).add_(minimum).sub_(groups).square_().mul_(importance)
-        return [integers, scale, minimum, errors.sum(2, keepdim=True)]
+        return [((groups - minimum) / scale).round_().clamp_(0, largest), scale, minimum]
+
+    def error(integers: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor) -> torch.Tensor:
+        squares = (integers * scale).add_(minimum).sub_(groups).square_()
+        return squares.mul_(importance).sum(2, keepdim=True)
 
     low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
     # Rounded outwards, so that every weight lies between the minimum and the largest integer.
     minimum = _to_bfloat16(low, upwards=False)
     scale = _to_bfloat16((high - minimum) / largest, upwards=True)
-    best = rounded(scale, minimum)
-    if bits == 4:
-        total = importance.sum(1, keepdim=True)
-        centre = (groups * importance).sum(2, keepdim=True) / total
-        weighted = (groups - centre) * importance
-        for cut in _CUTS:
-            narrower = rounded(scale * (1 - cut), minimum + (high - low) * (cut / 2))
-            # The scale and minimum that fit these integers best.
-            integers = narrower[0]
-            middle = (integers * importance).sum(2, keepdim=True) / total
-            variance = (integers - middle).square_().mul_(importance).sum(2, keepdim=True)
-            slope = (weighted * integers).sum(2, keepdim=True) / variance
-            fitted = rounded(slope, centre - slope * middle)
-            for tried in (narrower, fitted):
-                # False for the fit to equal integers, which is not a number.
-                is_better = tried[-1] < best[-1]
-                best = [torch.where(is_better, new, old) for new, old in zip(tried, best, strict=True)]
-    return best[:-1]
+    whole = best = rounded(scale, minimum)
+    if bits == 8:
+        return best
+    least = error(*best)
+    total = importance.sum(1, keepdim=True)
+    centre = (groups * importance).sum(2, keepdim=True) / total
+    weighted = (groups - centre) * importance
+    narrower = (rounded(scale * (1 - cut), minimum + (high - low) * (cut / 2)) for cut in _CUTS)
+    for start in (whole, *narrower):
+        # The scale and minimum that fit these integers best.
+        integers = start[0]
+        middle = (integers * importance).sum(2, keepdim=True) / total
+        variance = (integers - middle).square_().mul_(importance).sum(2, keepdim=True)
+        slope = (weighted * integers).sum(2, keepdim=True) / variance
+        for tried in (start, rounded(slope, centre - slope * middle)):
+            tried_error = error(*tried)
+            # False for the fit to equal integers, which is not a number.
+            is_better = tried_error < least
+            least = torch.where(is_better, tried_error, least)
+            best = [torch.where(is_better, new, old) for new, old in zip(tried, best, strict=True)]
+    return best
 
 
 def _to_bfloat16(numbers: torch.Tensor, *, upwards: bool) -> torch.Tensor:

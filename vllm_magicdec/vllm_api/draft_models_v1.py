@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draft models on the V1 runner."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,19 +86,6 @@ class SpireProposer(SpireDraft, LoadedProposer):
     def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         super().dummy_run(num_tokens, *args, **kwargs)
         self._cache.warm_up(num_tokens)
-
-    @override
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        slots: Sequence[torch.Tensor],
-        attn_metadata: Mapping[str, Any],
-    ) -> torch.Tensor:
-        hidden_states: torch.Tensor
-        hidden_states, activations = super().forward(tokens, positions, slots, attn_metadata)
-        self._cache.write_drafted(tokens, positions, activations, slots)
-        return hidden_states
 
 
 def proposer_class(vllm_config: VllmConfig) -> type[MagicDecProposer]:

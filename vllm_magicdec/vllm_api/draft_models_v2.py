@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draft models on the V2 runner."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 import torch
 import torch.nn as nn
 from typing_extensions import override
@@ -53,21 +50,6 @@ class SpireSpeculator(SpireDraft, LoadedSpeculator):
     def _warm_up(self, inputs: InputBatch) -> None:
         super()._warm_up(inputs)
         self._cache.warm_up(inputs.num_tokens)
-
-    @override
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        slots: Sequence[torch.Tensor],
-        attn_metadata: Mapping[str, Any] | None,
-        is_padding: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        hidden_states: torch.Tensor
-        hidden_states, activations = super().forward(tokens, positions, slots, attn_metadata, is_padding)
-        if slots:
-            self._cache.write_drafted(tokens, positions, activations, slots)
-        return hidden_states
 
 
 def make_speculator(

@@ -169,6 +169,15 @@ class SpireDraft(DraftRunner):
         activations = [each[: len(tokens)] for each in activations]
         self._cache.step = TargetActivations(tokens, positions, activations, slots)
 
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run a pass on the runner, and write its tokens' memory."""
+        hidden_states: torch.Tensor
+        hidden_states, activations = cast(Any, super()).forward(*args, **kwargs)
+        tokens, positions, slots, *_ = args
+        if slots:  # there is a KV cache
+            self._cache.write_drafted(tokens, positions, activations, slots)
+        return hidden_states
+
     @override
     def _make_cache(self, groups: Sequence[LayerGroup]) -> Cache:
         self._cache.lay_out(groups)

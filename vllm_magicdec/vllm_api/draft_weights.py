@@ -17,6 +17,7 @@ from typing_extensions import override
 from vllm.compilation.backends import set_model_tag
 from vllm.config import VllmConfig
 from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES, QuantizationConfigArgs
+from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
@@ -32,6 +33,8 @@ from vllm_magicdec.errors import METHOD, MagicDecConfigError
 from vllm_magicdec.native.library import UnreadableError, find_kernel
 from vllm_magicdec.native.quantised_linear import BITS, pack
 from vllm_magicdec.vllm_api.calibration import mean_squares_of_inputs
+
+logger = init_logger(f"vllm.{__name__}")
 
 _UNQUANTISED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 _ROWS_AT_ONCE = 256  # of the identity, to bound the memory of its products
@@ -165,7 +168,11 @@ class QuantisedCopy:
         if BITS.get(self._weights) != 4:
             return {}
         layers = [original for _, original in self._pairs if isinstance(original, LinearBase)]
-        return mean_squares_of_inputs(self._target, self._vllm_config, layers)
+        try:
+            return mean_squares_of_inputs(self._target, self._vllm_config, layers)
+        except Exception:  # weights of 4 bits do without
+            logger.warning("%s: the inputs of the target could not be measured", METHOD, exc_info=True)
+            return {}
 
 
 def _copied_config(vllm_config: VllmConfig, weights: str) -> VllmConfig:
