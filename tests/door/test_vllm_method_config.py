@@ -26,6 +26,13 @@ def test_a_controller_chooses_up_to_the_maximum(model_dir, fields, most):
         assert (type(copied), copied.lengths, copied.adaptive) == (VllmMethodConfig, spec.lengths, True)
 
 
+def test_suffix_decoding_drafts_as_many_tokens_as_without_auto(model_dir, monkeypatch):
+    monkeypatch.setattr("vllm.config.speculative.has_arctic_inference", lambda: True)
+    fields = {"method": "suffix", "num_speculative_tokens": "auto", "suffix_decoding_max_tree_depth": 20}
+    spec = configure(model_dir, fields).speculative_config
+    assert (spec.num_speculative_tokens, spec.lengths) == (20, tuple(range(21)))
+
+
 def test_a_language_model_drafts(model_dir):
     spec = configure(model_dir, {"model": model_dir, "num_speculative_tokens": "auto"}).speculative_config
     assert type(spec) is VllmMethodConfig and spec.method == "draft_model"

@@ -39,8 +39,11 @@ class VllmMethodConfig(VllmMethodFields):
                     raise MagicDecConfigError(
                         f"num_speculative_tokens='auto' and {name} both choose drafts; remove one of them"
                     )
-            most = fields.get("max_num_speculative_tokens") or DEFAULT_MAX_TOKENS
-            fields |= {"num_speculative_tokens": most, "adaptive": True}
+            del fields["num_speculative_tokens"]
+            fields["adaptive"] = True
+            most = fields.get("max_num_speculative_tokens")
+            if most or given.get("method") != "suffix":  # for which vLLM has a default
+                fields["num_speculative_tokens"] = most or DEFAULT_MAX_TOKENS
         try:
             super().__init__(**fields)
         except ValidationError as error:
