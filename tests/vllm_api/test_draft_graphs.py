@@ -14,9 +14,9 @@ from vllm_magicdec.attention.metadata import DraftMetadata, TokenMetadata
 from vllm_magicdec.errors import METHOD
 from vllm_magicdec.plugin import register
 from vllm_magicdec.views.round import LayerPageView, PageView, Part, Pass, Queries, TokenView
-from vllm_magicdec.vllm_api import page_metadata_v2
+from vllm_magicdec.vllm_api import page_metadata
 from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs, dummy_step
-from vllm_magicdec.vllm_api.page_metadata_v2 import PageMetadata
+from vllm_magicdec.vllm_api.page_metadata import PageMetadata
 
 register()
 
@@ -102,10 +102,9 @@ def test_few_graphs_pad_batches_little(configure, make_graphs, max_num_seqs, mos
 def test_starts_of_uneven_passes_are_on_the_device(monkeypatch):
     """What tells prompts from drafts is on the host; "meta" stands for the device."""
     built = []
-    monkeypatch.setattr(page_metadata_v2, "build_attn_metadata", lambda **args: built.append(args) or {})
-    arange, is_prefilling = torch.arange(4, dtype=torch.int32, device="meta"), torch.zeros(3)
+    monkeypatch.setattr(page_metadata, "build_attn_metadata", lambda **args: built.append(args) or {})
     groups = [SimpleNamespace(kv_cache_group=0, layer_names=[])]
-    metadata = PageMetadata(None, [[]], [[]], groups, arange, is_prefilling, [1])
+    metadata = PageMetadata(None, [[]], [[]], groups, 3, torch.device("meta"), [1])
     one, two = (torch.zeros(n, dtype=torch.int64, device="meta") for n in (1, 3))
     view = PageView(torch.zeros(2, device="meta"), torch.zeros(2, 1, device="meta"), 8)
     queries = Queries(np.arange(2), np.array([-2, -1]), np.array([2, 1]))

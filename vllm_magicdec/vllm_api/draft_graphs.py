@@ -22,7 +22,7 @@ from vllm_magicdec.drafting.wide_passes import MAX_WIDE_TOKENS
 from vllm_magicdec.views.round import LayerPageView, PageView, Part, Pass, Queries, TokenView
 from vllm_magicdec.views.tensors import PAD_SLOT
 from vllm_magicdec.vllm_api.adapters import Adapters
-from vllm_magicdec.vllm_api.page_metadata_v2 import PageMetadata
+from vllm_magicdec.vllm_api.page_metadata import PageMetadata
 
 
 def why_no_draft_graphs(cudagraph_mode: CUDAGraphMode, weakest: AttentionGroup) -> str | None:

@@ -28,6 +28,7 @@ from vllm_magicdec.vllm_api.attention_groups import (
 )
 from vllm_magicdec.vllm_api.draft_weights import QuantisedCopy
 from vllm_magicdec.vllm_api.kv_cache import layer_groups
+from vllm_magicdec.vllm_api.page_metadata import PageMetadata
 from vllm_magicdec.vllm_api.spire_cache import SpireCache, TargetActivations
 
 _Class = TypeVar("_Class")
@@ -94,6 +95,7 @@ class DraftRunner:
         kv_cache_config: KVCacheConfig,
         layer_names: Container[str] | None,
         builders: Sequence[Sequence[AttentionGroup]],
+        target_groups: Sequence[Sequence[AttentionGroup]],
     ) -> None:
         """Create the drafter, once vLLM has laid out the KV cache.
 
@@ -101,6 +103,7 @@ class DraftRunner:
             layer_names: the draft's attention layers; None: all layers.
             builders: vLLM's attention groups with builders that the draft's layers may use, by KV-cache
                 group.
+            target_groups: those of the target.
         """
         groups = layer_groups(self.vllm_config, kv_cache_config, layer_names)
         self._attention_groups = [
@@ -111,6 +114,20 @@ class DraftRunner:
         self._drafter = Drafter(target, self.vllm_config, groups, kv_cache_config, self.device, self._cache)
         if self._drafter.has_pages:
             refuse_split_pages(self._attention_groups, are_of_layers=self._drafter.has_layer_pages)
+        self.page_metadata = PageMetadata(
+            kv_cache_config,
+            target_groups,
+            self._attention_groups,
+            groups,
+            self.vllm_config.scheduler_config.max_num_seqs,
+            self.device,
+            {*self._queries_of_steps, *self.speculative_config.round_lengths},
+        )
+
+    @property
+    def _queries_of_steps(self) -> Sequence[int]:
+        """Possible numbers of queries per request in a step's pass."""
+        return range(1, 2 + self._cache.max_added)
 
     def _make_cache(self, groups: Sequence[LayerGroup]) -> Cache:
         """Return the KV cache that the draft reads, once vLLM has allocated it."""

@@ -47,9 +47,8 @@ _NAMES = {
         EagleModelMixin ._set_aux_hidden_state_layers(layers) .aux_hidden_state_layers
     """,
     "vllm.v1.attention.backend": """
-        CommonAttentionMetadata(query_start_loc, query_start_loc_cpu, seq_lens, num_reqs, num_actual_tokens,
-            max_query_len, max_seq_len, block_table_tensor, slot_mapping, is_prefilling,
-            seq_lens_cpu_upper_bound, _num_computed_tokens_cache, _token_to_req_indices_cache)
+        CommonAttentionMetadata(query_start_loc, query_start_loc_cpu, seq_lens, max_query_len, max_seq_len,
+            block_table_tensor, seq_lens_cpu_upper_bound, mm_req_doc_ranges, _num_computed_tokens_cache)
     """,
     "vllm.v1.core.sched.async_scheduler": "AsyncScheduler._update_after_schedule(scheduler_output)",
     "vllm.v1.core.sched.output": """
@@ -87,7 +86,6 @@ _NAMES = {
     "vllm.v1.worker.utils": """
         AttentionGroup .create_metadata_builders(vllm_config, device, kernel_block_size)
         .get_metadata_builder ._with_kernel_block_table(common_attn_metadata, ubatch_idx)
-        .build_metadata
         .supports_draft_decode_metadata_update .update_draft_decode_metadata(attn_metadata)
     """,
     "vllm.v1.worker.gpu_input_batch": """
@@ -118,8 +116,8 @@ _NAMES = {
     """,
     f"{_GPU}.attn_utils": """
         build_attn_metadata(attn_groups, num_reqs, num_tokens, query_start_loc_gpu, query_start_loc_cpu,
-            max_query_len, seq_lens, max_seq_len, block_tables, slot_mappings, kv_cache_config,
-            for_cudagraph_capture)
+            max_query_len, seq_lens, max_seq_len, block_tables, slot_mappings, kv_cache_config, positions,
+            is_prefilling, for_cudagraph_capture)
     """,
     f"{_SPEC_DECODE}.standalone_ar.speculator": """
         StandaloneARSpeculator(vllm_config, device) .capture

@@ -3,7 +3,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,14 +16,13 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
-from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_magicdec.attention.metadata import draft_metadata, observed_metadata
+from vllm_magicdec.attention.metadata import observed_metadata
 from vllm_magicdec.attention.observing import LayerObserver
 from vllm_magicdec.config import MagicDecSpeculativeConfig
 from vllm_magicdec.drafting.finite import make_finite
 from vllm_magicdec.lookup.history import History
-from vllm_magicdec.views.round import Batch, PageView, Pass, Queries, Sampled, TargetStep
+from vllm_magicdec.views.round import Batch, Pass, Queries, Sampled, TargetStep
 from vllm_magicdec.views.tensors import PAD_SLOT
 from vllm_magicdec.vllm_api import cpu_llvmlite, cpu_sampling
 from vllm_magicdec.vllm_api.draft_runner import DraftRunner, without_kv_connector
@@ -59,8 +57,7 @@ class MagicDecProposer(DraftRunner, DraftModelProposer):
         if self.speculative_config.adaptive:
             self._bypass_rejection_sampler()
         self.supports_mm_inputs = False  # drafts are text: no image inputs to gather
-        # Of the round: metadata that all passes share, requests, and the target's sampling parameters.
-        self._common: CommonAttentionMetadata
+        # Of the round, with the target's sampling parameters.
         self._target_token_ids: torch.Tensor  # [num_tokens] int32, inputs of the target's step
         self._step_offsets: torch.Tensor  # [num_reqs] int64, index of a token in them less its position
         self._batch: Batch
@@ -89,7 +86,8 @@ class MagicDecProposer(DraftRunner, DraftModelProposer):
         """Create the drafter, once vLLM has laid out the KV cache."""
         refuse_if_inexact(self.vllm_config, self.target_runner.attn_groups)
         names = self._draft_attn_layer_names or None
-        self._lay_out(kv_cache_config, names, self.target_runner.attn_groups)
+        target_groups = self.target_runner.attn_groups
+        self._lay_out(kv_cache_config, names, target_groups, target_groups)
         if self.speculative_config.draft_lookup == "on" or self._cache.is_own:
             # vLLM's runner drafts for no request when one nears the model's maximum length. A draft's own
             # cache would fall behind, and rounds with lookups draft as much as each request has room for.
@@ -144,15 +142,6 @@ class MagicDecProposer(DraftRunner, DraftModelProposer):
         self._sampling, self._target_token_ids = sampling_metadata, target_token_ids
 
         def read_batch() -> Batch:
-            # Without what depends on the step's queries and lengths, which passes replace.
-            self._common = common_attn_metadata.replace(
-                seq_lens_cpu_upper_bound=None,
-                mm_req_doc_ranges=None,
-                rswa_prefix_lens=None,
-                is_prefilling=None,
-                _num_computed_tokens_cache=None,
-                _token_to_req_indices_cache=None,
-            )
             ends = common_attn_metadata.query_start_loc_cpu[1 : num_reqs + 1]
             self._step_offsets = (ends - common_attn_metadata.seq_lens[:num_reqs]).long()
             context_lens = common_attn_metadata.seq_lens[:num_reqs].long()
@@ -305,16 +294,8 @@ class MagicDecProposer(DraftRunner, DraftModelProposer):
         queries, positions = draft_pass.queries, draft_pass.positions
         if self.uses_mrope:  # positions of generated text differ from the index by a constant per request
             positions = positions + self._rope_offsets[queries.request_indices]
-        of_queries = _query_fields(queries)
-        attn_metadata: dict[str, Any] = {}
-        for part, group, attention_groups in zip(
-            draft_pass.parts, self._drafter.groups, self._attention_groups, strict=True
-        ):
-            of_pass = {**of_queries, "slot_mapping": part.slots}
-            of_pages = partial(_page_metadata, self._common, of_pass, attention_groups)
-            attn_metadata |= draft_metadata(part.view, group.layer_names, of_pages)
         slots = [part.slots for part in draft_pass.parts]
-        return self.forward(draft_pass.tokens, positions, slots, attn_metadata)
+        return self.forward(draft_pass.tokens, positions, slots, self.page_metadata.of_pass(draft_pass))
 
     def forward(
         self,
@@ -355,18 +336,17 @@ class MagicDecProposer(DraftRunner, DraftModelProposer):
         rows, lens = queries.request_indices, known_lens[requests]
         positions = known_lens[rows] + queries.steps
         slots = torch.full((len(rows),), PAD_SLOT, dtype=torch.int64)
-        common = self._common.replace(
-            **_query_fields(queries),
+        starts = torch.from_numpy(queries.starts)
+        attn_metadata = self.page_metadata.of_target(
+            [table[requests] for table in self._batch.block_tables],
+            slots,
+            positions=torch.from_numpy(positions),
+            query_start_loc_gpu=starts,
+            query_start_loc_cpu=starts,
+            max_query_len=window,
             seq_lens=torch.from_numpy(lens).int(),
             max_seq_len=int(lens.max()),
-            slot_mapping=slots,
         )
-        attn_metadata: dict[str, Any] = {}
-        for table, attention_groups in zip(
-            self._batch.block_tables, self.target_runner.attn_groups, strict=True
-        ):
-            own = common.replace(block_table_tensor=table[requests])
-            attn_metadata |= _metadata_by_layer(own, attention_groups)
         if self.adapters is not None:
             self.adapters.apply(indices, window)
         query_positions = torch.from_numpy(positions)
@@ -379,36 +359,3 @@ class MagicDecProposer(DraftRunner, DraftModelProposer):
             [slots] * len(self._drafter.groups),
             observed_metadata(attn_metadata, layer_names, self._drafter.switched_layers, observer),
         )
-
-
-def _query_fields(queries: Queries) -> dict[str, Any]:
-    """Return the fields of vLLM's metadata that describe a pass's queries."""
-    starts = torch.from_numpy(queries.starts)
-    return {
-        "query_start_loc": starts,
-        "query_start_loc_cpu": starts,
-        "num_reqs": len(queries.lens),
-        "num_actual_tokens": int(queries.starts[-1]),
-        "max_query_len": queries.max_len,
-    }
-
-
-def _page_metadata(
-    common: CommonAttentionMetadata,
-    of_pass: Mapping[str, Any],
-    groups: Sequence[AttentionGroup],
-    view: PageView,
-) -> dict[str, Any]:
-    """Build attention metadata, by layer, for a pass over a view."""
-    # One call, because copying vLLM's class takes several microseconds.
-    own = common.replace(
-        **of_pass, seq_lens=view.lens, max_seq_len=view.max_len, block_table_tensor=view.block_table
-    )
-    return _metadata_by_layer(own, groups)
-
-
-def _metadata_by_layer(common: CommonAttentionMetadata, groups: Sequence[AttentionGroup]) -> dict[str, Any]:
-    attn_metadata: dict[str, Any] = {}
-    for group in groups:
-        attn_metadata |= dict.fromkeys(group.layer_names, group.build_metadata(common))
-    return attn_metadata

@@ -34,7 +34,6 @@ from vllm_magicdec.vllm_api.attention_groups import find_weakest_graphs
 from vllm_magicdec.vllm_api.draft_graphs import DraftGraphs, dummy_step, why_no_draft_graphs
 from vllm_magicdec.vllm_api.draft_runner import DraftRunner, without_kv_connector
 from vllm_magicdec.vllm_api.embeddings import embed, refuse_more_inputs, takes_embeddings
-from vllm_magicdec.vllm_api.page_metadata_v2 import PageMetadata
 from vllm_magicdec.vllm_api.rope import positions_on_device
 from vllm_magicdec.vllm_api.runner_wrappers import report_removed
 from vllm_magicdec.vllm_api.verification_attention import refuse_if_inexact, warn_if_slow
@@ -111,34 +110,21 @@ class MagicDecSpeculator(DraftRunner, StandaloneARSpeculator):
             model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups
         )
         if self.speculative_config.has_draft_model:
-            self._lay_out(kv_cache_config, self.draft_attn_layer_names, self.attn_groups)
+            names, builders = self.draft_attn_layer_names, self.attn_groups
         else:
-            self._lay_out(kv_cache_config, None, target_attn_groups)
+            names, builders = None, target_attn_groups
+        self._lay_out(kv_cache_config, names, builders, target_attn_groups)
         if self.speculative_config.looks_up_on_device:
             ones = torch.ones(1, dtype=torch.int64, device=self.device)
             self._drafter.warm_up_lookups(
                 Texts(self.req_states.all_token_ids.gpu, self.idx_mapping[:1], ones, max_len=1)
             )
-        self.page_metadata = PageMetadata(
-            kv_cache_config,
-            self.target_attn_groups,
-            self._attention_groups,
-            self._drafter.groups,
-            self.arange_gpu,
-            self.draft_is_prefilling,
-            {*self._queries_of_steps, *self.speculative_config.round_lengths},
-        )
         if self._drafts_are_awaited:
             logger.info_once(
                 "%s: every step waits for its drafts, because the KV connector may load into the blocks of "
                 "finished requests.",
                 METHOD,
             )
-
-    @property
-    def _queries_of_steps(self) -> Sequence[int]:
-        """Possible numbers of queries per request in a step's pass."""
-        return range(1, 2 + self._cache.max_added)
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Create the managers of the draft's CUDA graphs; called after `set_attn`."""

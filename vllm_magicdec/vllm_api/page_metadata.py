@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's attention metadata for passes of the draft on the V2 runner."""
+"""vLLM's attention metadata for passes of the draft."""
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
@@ -24,8 +24,6 @@ class PageMetadata:
         target_groups: the target's attention groups, by KV-cache group.
         attention_groups: vLLM's attention groups of each layer group.
         groups: the layer groups.
-        arange: [max_num_reqs + 1] int32 on the device: 0, 1, 2, ...
-        is_prefilling: [max_num_reqs] bool on the host, of the draft's requests.
         lengths: numbers of queries per request in captured passes, which get static buffers.
     """
 
@@ -35,20 +33,21 @@ class PageMetadata:
         target_groups: Sequence[Sequence[AttentionGroup]],
         attention_groups: Sequence[list[AttentionGroup]],
         groups: Sequence[LayerGroup],
-        arange: torch.Tensor,
-        is_prefilling: torch.Tensor,
+        max_num_reqs: int,
+        device: torch.device,
         lengths: Collection[int],
     ) -> None:
         self._kv_cache_config = kv_cache_config
         self._target_groups = [list(groups) for groups in target_groups]
-        self._groups = groups
-        self._is_prefilling, self._device = is_prefilling, arange.device
+        self._groups, self._device = groups, device
+        self._is_prefilling = torch.zeros(max_num_reqs, dtype=torch.bool)
         # vLLM expects a list for every KV-cache group, and skips empty ones.
         self._attention_groups: list[list[list[AttentionGroup]]] = []
         for own, group in zip(attention_groups, groups, strict=True):
             by_kv_cache_group: list[list[AttentionGroup]] = [[] for _ in target_groups]
             by_kv_cache_group[group.kv_cache_group] = own
             self._attention_groups.append(by_kv_cache_group)
+        arange = torch.arange(max_num_reqs + 1, dtype=torch.int32, device=device)
         self._query_start_locs = {n: arange * n for n in lengths}
 
     def of_pass(self, draft_pass: Pass, *, for_capture: bool = False) -> dict[str, Any]:
@@ -124,14 +123,14 @@ class PageMetadata:
         seq_lens: torch.Tensor,  # [num_reqs] int32
         **common: Any,  # as for vLLM's function
     ) -> dict[str, Any]:
-        num_reqs = len(seq_lens)
+        num_reqs = seq_lens.shape[0]
         return build_attn_metadata(
             attn_groups=attention_groups,
             num_reqs=num_reqs,
-            num_tokens=len(slots),
+            num_tokens=slots.shape[0],
             seq_lens=seq_lens,
             block_tables=block_tables,
-            slot_mappings=slots.expand(len(block_tables), -1),
+            slot_mappings=[slots] * len(block_tables),  # faster than a tensor, which vLLM only indexes
             kv_cache_config=self._kv_cache_config,
             is_prefilling=self._is_prefilling[:num_reqs],
             **common,
