@@ -181,6 +181,7 @@ def test_does_not_flap_at_steady_load() -> None:
 
 
 def test_the_rest_of_a_calibration_waits_for_a_batch_of_its_size():
+    """After the first one, calibrations leave out far slower choices: many drafts, as all are rejected."""
     controller, engine, lessons = make_controller(), Engine(), []
 
     def is_planned(num_reqs: int, is_timed: bool = True) -> bool:
@@ -203,7 +204,7 @@ def test_the_rest_of_a_calibration_waits_for_a_batch_of_its_size():
     assert not is_planned(8) and not is_planned(1, is_timed=False) and not is_planned(2, is_timed=False)
     while is_planned(1):
         second += 1
-    assert second == first == 16, "none is lost"
+    assert (first, second) == (16, 8), "none is lost"
     assert controller.explorer.credit_seconds > 0, "it is not charged as trials are"
 
 

@@ -19,6 +19,9 @@ _MAX_MISS = 10
 _TRIAL_STEPS = 2
 # The first calibration step verifies other drafts; a hiccup among the other three is not the median.
 _CALIBRATION_STEPS = 4
+# Later calibrations leave out drafts that are expected to take more than this multiple of the least time
+# per token.
+_PROMISING = 1.25
 # Steps from a choice until its drafts' verification is learned, with asynchronous scheduling.
 _STEPS_UNTIL_LEARNED = 3
 # Steps without a choice after which it counts as rare.
@@ -38,8 +41,8 @@ class Explorer:
     """Plans calibrations and trials, and keeps account of their cost.
 
     Args:
-        times: step times. If empty, the first steps of each batch size and context length (by factors of
-            two) are a calibration.
+        times: step times. The first steps of each batch size and context length (by factors of two) that
+            they lack are a calibration.
     """
 
     def __init__(self, value: Value, times: StepTimes) -> None:
@@ -90,17 +93,32 @@ class Explorer:
         """Return the calibration steps left for such a batch.
 
         Lists are kept by region, so that a small batch does not consume the calibration of a large one.
-        The first list, before anything is known, serves any batch.
+        The first list, before anything is known, is the longest and serves any batch.
         """
         region = batch.num_reqs.bit_length(), batch.context_tokens.bit_length()  # equal up to a factor of 2
         if not self._first and region not in self._calibrations:
-            steps = [choice for choice in self._value.calibrated for _ in range(_CALIBRATION_STEPS)]
             if not len(self._times):
-                self._first, steps = steps, []
+                self._first = self._repeat(self._value.calibrated)
             means = map(self._value.mean, self._value.tried)
             is_known = any(self._times.count(batch.step(mean, mean)) for mean in means)
-            self._calibrations[region] = [] if is_known else steps
+            if self._first or is_known:
+                self._calibrations[region] = []
+            elif self.has_ended:
+                return []  # until the times are fitted
+            else:
+                self._calibrations[region] = self._repeat(self._promising(batch))
         return self._first or self._calibrations[region]
+
+    @staticmethod
+    def _repeat(choices: Sequence[Choice]) -> list[Choice]:
+        return [choice for choice in choices for _ in range(_CALIBRATION_STEPS)]
+
+    def _promising(self, batch: Batch) -> list[Choice]:
+        """Return plain decoding and the drafts that the times of other batches suggest."""
+        plain, *drafting = self._value.calibrated
+        expected = [self._times.seconds_per_token(batch, self._value.mean(choice)) for choice in drafting]
+        most = _PROMISING * min(expected)
+        return [plain, *(choice for choice, own in zip(drafting, expected, strict=True) if own <= most)]
 
     def observe(
         self, timed: TimedStep, num_accepted: int, verified: Choice, drafted: Choice, info: RoundInfo
