@@ -78,7 +78,10 @@ NUMBERED_METHODS = {
     for method in VLLM_METHODS
     for number in (1, 2, 4, 8, "auto")
 }
-CHOICES = (*METHODS, *NATIVE_METHODS, *NUMBERED_METHODS, AGAIN)
+# vLLM's draft model over a window of its KV cache; not by default.
+WINDOW = "-window"
+WINDOW_METHODS = tuple(f"{name}{WINDOW}" for name in NUMBERED_METHODS if name.startswith("draft_model"))
+CHOICES = (*METHODS, *NATIVE_METHODS, *NUMBERED_METHODS, *WINDOW_METHODS, AGAIN)
 WARM_UP_TOKENS = 8  # per request, generated before the first clock starts
 QUICK = {
     "methods": [PLAIN, "magicdec-streamingllm"],
@@ -122,7 +125,7 @@ def speculations(
 
     Args:
         drafts: drafts per round, if fixed.
-        budget: `draft_kv_budget`, except for the SPIRe draft, which has its own.
+        budget: `draft_kv_budget` of magicdec-self, magicdec and windows; a SPIRe draft has its own.
         draft_model: folder or name of a small model.
         spire: folder of a draft of `magicdec train-draft`.
     """
@@ -152,7 +155,9 @@ def speculations(
     }
     native = {method: of_methods[method.removesuffix(NATIVE)] for method in NATIVE_METHODS}
     numbered = {name: of_methods[own["method"]] | own for name, own in NUMBERED_METHODS.items()}
-    return of_methods | native | numbered
+    windows = {name: numbered[name.removesuffix(WINDOW)] for name in WINDOW_METHODS}
+    windows = {name: {**own, "draft_kv_budget": budget} for name, own in windows.items()}
+    return of_methods | native | numbered | windows
 
 
 def environment_of(method: str) -> dict[str, str]:
