@@ -27,6 +27,7 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from common.documents import excerpts
@@ -331,11 +332,13 @@ def tables_of(record: dict[str, Any]) -> list[Table]:
     speed = make_table(
         f"output tokens/s and speedup over plain: {title_of(record)}",
         [f"{context:,} tokens,\n{concurrency} in flight" for context, concurrency in cells_of(runs)]
-        + [f"tokens\nper round\nat {context:,}" for context in contexts],
+        + ["geometric\nmean", *(f"tokens\nper round\nat {context:,}" for context in contexts)],
         names=["method"],
     )
     for method in methods:
-        row = [f"{tokens_per_s:.0f}  {ratio:.2f} x" for tokens_per_s, ratio in ratios[method].values()]
+        loads = ratios[method].values()
+        row = [f"{tokens_per_s:.0f}  {ratio:.2f} x" for tokens_per_s, ratio in loads]
+        row.append(f"{geometric_mean(ratio for _, ratio in loads):.2f} x")
         for context in contexts:
             rates = pooled_acceptance(runs, method, context)
             row.append(f"{1 + sum(rates):.2f}" if rates else "-")
